@@ -1,0 +1,47 @@
+"""The errors that layertap raises on purpose."""
+
+from __future__ import annotations
+
+
+class LayertapError(Exception):
+    """Base of every error of this package that is not plain wrong input."""
+
+
+class InvalidInputError(LayertapError, ValueError):
+    """Wrong input: names the field, the value and what is allowed.
+
+    Args:
+        field: the name of the argument, flag or JSON field, as the user wrote it.
+        value: what was given. Long values are shortened in the message.
+        allowed: what would have been right, as a phrase ("an integer from 0 to 30").
+    """
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = shown[:100] + f"... ({len(shown)} characters)"
+        super().__init__(f"{field}: got {shown}; allowed: {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+
+class ExtractionError(LayertapError, RuntimeError):
+    """Hidden states of one request could not be delivered. Nothing was published for it.
+
+    Args:
+        request_id: the request that failed.
+        reason: one line that says what happened and what to do.
+        kind: a short stable word for metrics and HTTP mapping: ``storage_full``, ``storage``, ``not_finite``,
+            ``all_zero``, ``dtype_overflow``, ``aborted``, ``engine``.
+    """
+
+    def __init__(self, request_id: str, reason: str, kind: str = "engine") -> None:
+        super().__init__(f"request {request_id}: {reason}")
+        self.request_id = request_id
+        self.reason = reason
+        self.kind = kind
+
+
+class UnsupportedModelError(LayertapError, RuntimeError):
+    """The model cannot be run here with a result that is known to be right. The message says why."""

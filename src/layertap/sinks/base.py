@@ -1,0 +1,55 @@
+"""What a sink is: the place where one request's hidden states go, chunk by chunk."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSpec:
+    """Everything that is known of a record before its first chunk is written."""
+
+    request_id: str
+    token_ids: torch.Tensor
+    """[T] int64 on the CPU: the kept tokens, in output order."""
+    shape: tuple[int, int, int]
+    """(T, L, H) of ``hidden_states``."""
+    dtype: torch.dtype
+    """Storage dtype of ``hidden_states``."""
+    has_scales: bool = False
+    """True for float8 storage: ``hidden_states_scales`` [T, 1, 1] float32 comes along with each chunk."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    """Strings for the header: see :mod:`layertap.record`."""
+
+
+class RecordWriter(ABC):
+    """Takes one request's rows in order. Used by one thread at a time."""
+
+    @abstractmethod
+    def write(self, hidden_TLH: torch.Tensor, scales_T11: torch.Tensor | None = None) -> None:
+        """Append rows. The tensor is CPU memory that the caller reuses as soon as this returns."""
+
+    @abstractmethod
+    def commit(self) -> str:
+        """Publish the whole record, at once, and return its handle."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop everything that was written. Nothing stays visible. May be called after a failed ``write`` or ``commit``."""
+
+
+class Sink(ABC):
+    """Opens a writer for each request. Safe to call from several threads."""
+
+    @abstractmethod
+    def open(self, spec: RecordSpec) -> RecordWriter: ...
+
+    @abstractmethod
+    def handle(self, request_id: str) -> str:
+        """The handle that :meth:`RecordWriter.commit` will return for this request."""
+
+    def close(self) -> None:
+        """Release threads, connections and memory. Published records stay."""
