@@ -1,0 +1,100 @@
+"""One sequence on its way through the engine."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from layertap.errors import ExtractionError
+from layertap.outputs import Logprob, RequestMetrics
+from layertap.sampling_params import SamplingParams
+from layertap.selection import Selection
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    STOPPED = "stop"
+    LENGTH = "length"
+    ABORTED = "abort"
+    ERROR = "error"
+
+    @property
+    def finished(self) -> bool:
+        return self in (RequestStatus.STOPPED, RequestStatus.LENGTH, RequestStatus.ABORTED, RequestStatus.ERROR)
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt, the tokens it has produced, and the blocks that hold its keys, values and hidden states."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    selection: Selection | None
+    """What to keep of the hidden states; None when the engine taps nothing."""
+    eos_token_ids: frozenset[int]
+    metrics: RequestMetrics
+    cache_salt: bytes = b""
+    """Anything beside the token ids that changes the states; part of every block hash."""
+
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose keys, values and hidden states lie in the cache (or will, once the launched steps have run)."""
+    num_cached_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    num_hashed_blocks: int = 0
+    """Leading blocks that the block pool knows by hash."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    generator: torch.Generator | None = None
+    stop_reason: int | str | None = None
+    error: ExtractionError | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    text: str = ""
+    text_offset: int = 0
+    model_state: Any = None
+    """The model's own cache, when it runs sequence by sequence."""
+    on_output: Callable[[Request, bool], None] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    _tokens: np.ndarray[Any, np.dtype[np.int64]] | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.params.max_tokens
+
+    def token_array(self, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Token ids of positions ``start..end`` as int64."""
+        n = self.num_prompt_tokens
+        if self._tokens is None:
+            self._tokens = np.asarray(self.prompt_token_ids, dtype=np.int64)
+        if end <= n:
+            return self._tokens[start:end]
+        outputs = np.asarray(self.output_token_ids[max(0, start - n) : end - n], dtype=np.int64)
+        return outputs if start >= n else np.concatenate([self._tokens[start:], outputs])
+
+    def hashes(self, block_size: int) -> list[bytes]:
+        """Chained hashes of the full blocks of all tokens so far; extended as tokens are appended."""
+        full = self.num_tokens // block_size
+        while len(self.block_hashes) < full:
+            i = len(self.block_hashes)
+            parent = self.block_hashes[-1] if i else self.cache_salt
+            tokens = self.token_array(i * block_size, (i + 1) * block_size)
+            self.block_hashes.append(xxhash.xxh3_128_digest(parent + tokens.tobytes()))
+        return self.block_hashes

@@ -1,0 +1,183 @@
+"""Which tokens of which requests the next step computes: first come, first served, with chunked prefill."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from layertap.engine.block_pool import BlockPool
+from layertap.engine.request import Request, RequestStatus
+
+
+@dataclass(slots=True)
+class ScheduledRequest:
+    """Tokens ``start..start+num_tokens`` of a request. The last token's logits are wanted if ``samples``."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+class Scheduler:
+    """Keeps the waiting and the running requests and gives each its blocks.
+
+    All blocks of a prompt are taken when it is admitted, so a prefill that has begun is never interrupted for want of
+    memory. Only growth by generated tokens can run out; then the request that came last gives its blocks back and is
+    computed again later (its full blocks are usually found in the prefix cache).
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        whole_sequences: bool = False,
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.whole_sequences = whole_sequences
+        """The model runs sequence by sequence: no chunks, and a prompt may exceed the token budget."""
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> SchedulerOutput:
+        """Pick the next step's tokens and allocate their blocks. An empty result means: nothing can run now."""
+        out = SchedulerOutput()
+        budget = self.max_num_batched_tokens
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            rest = request.num_tokens - request.num_computed_tokens
+            if rest <= 0:
+                index += 1
+                continue
+            count = self._count(rest, budget, out)
+            if count == 0:
+                break
+            if not self._grow(request, request.num_computed_tokens + count, out):
+                break
+            budget -= self._schedule(request, count, out)
+            index += 1
+        if not out.preempted:
+            self._admit(budget, out)
+        return out
+
+    def _count(self, rest: int, budget: int, out: SchedulerOutput) -> int:
+        if not self.whole_sequences:
+            return min(rest, budget)
+        return rest if rest <= budget or not out.scheduled else 0
+
+    def _schedule(self, request: Request, count: int, out: SchedulerOutput) -> int:
+        start = request.num_computed_tokens
+        end = start + count
+        samples = end == request.num_tokens and len(request.output_token_ids) < request.max_tokens
+        out.scheduled.append(ScheduledRequest(request, start, count, samples))
+        request.num_computed_tokens = end
+        if self.pool.enable_prefix_caching:
+            # Known from now on: a step writes all keys, values and states of a layer before it reads any.
+            hashes = request.hashes(self.block_size)
+            full = end // self.block_size
+            for i in range(request.num_hashed_blocks, full):
+                self.pool.register(request.block_ids[i], hashes[i])
+            request.num_hashed_blocks = max(request.num_hashed_blocks, full)
+        return count
+
+    def _grow(self, request: Request, num_tokens: int, out: SchedulerOutput) -> bool:
+        """Give ``request`` the blocks for its first ``num_tokens`` tokens, if need be at the cost of later requests."""
+        missing = -(-num_tokens // self.block_size) - len(request.block_ids)
+        while missing > 0:
+            blocks = self.pool.allocate(missing)
+            if blocks is not None:
+                request.block_ids.extend(blocks)
+                break
+            victim = self.running.pop()
+            self._preempt(victim)
+            out.preempted.append(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_computed_tokens = 0
+        request.num_hashed_blocks = 0
+        request.model_state = None
+        request.status = RequestStatus.PREEMPTED
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def _admit(self, budget: int, out: SchedulerOutput) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            reuse: list[int] = []
+            # The last token is always computed: it must yield a logit.
+            if self.pool.enable_prefix_caching and request.params.prompt_logprobs is None:
+                usable = (request.num_tokens - 1) // self.block_size
+                reuse = self.pool.find(request.hashes(self.block_size)[:usable])
+            cached = len(reuse) * self.block_size
+            count = self._count(request.num_tokens - cached, budget, out)
+            if count == 0:
+                return
+            fresh = -(-request.num_tokens // self.block_size) - len(reuse)
+            if self.pool.num_free_after(reuse) < fresh:
+                return
+            self.waiting.popleft()
+            self.pool.acquire(reuse)
+            blocks = self.pool.allocate(fresh)
+            assert blocks is not None
+            request.block_ids = reuse + blocks
+            request.num_computed_tokens = cached
+            request.num_hashed_blocks = len(reuse)
+            if request.status is RequestStatus.WAITING:
+                request.num_cached_tokens = cached
+                request.metrics.first_scheduled = time.monotonic()
+                self.prefix_queries += request.num_tokens
+                self.prefix_hits += cached
+            request.status = RequestStatus.RUNNING
+            self.running.append(request)
+            budget -= self._schedule(request, count, out)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out of its queue. Its blocks stay: see :meth:`free`."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            self.waiting.remove(request)
+
+    def free(self, request: Request) -> None:
+        """Give a request's blocks back."""
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_hashed_blocks = 0
+
+    def forget_unfilled(self, out: SchedulerOutput) -> None:
+        """A step failed: the blocks it should have filled must not be found by anyone."""
+        for s in out.scheduled:
+            first = s.start // self.block_size
+            self.pool.forget(s.request.block_ids[first:])
