@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from layertap.outputs import RequestOutput
+
 
 class LayertapError(Exception):
     """Base of every error of this package that is not plain wrong input."""
@@ -41,6 +46,8 @@ class ExtractionError(LayertapError, RuntimeError):
         self.request_id = request_id
         self.reason = reason
         self.kind = kind
+        self.outputs: list[RequestOutput] = []
+        """From ``LLM.generate``: the outputs of the whole call."""
 
 
 class UnsupportedModelError(LayertapError, RuntimeError):

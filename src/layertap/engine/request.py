@@ -42,6 +42,8 @@ class Request:
     """What to keep of the hidden states; None when the engine taps nothing."""
     eos_token_ids: frozenset[int]
     metrics: RequestMetrics
+    max_tokens: int
+    """Tokens to generate at most; 0 with an engine that extracts only."""
     cache_salt: bytes = b""
     """Anything beside the token ids that changes the states; part of every block hash."""
 
@@ -74,10 +76,6 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
-    def max_tokens(self) -> int:
-        return self.params.max_tokens
 
     def token_array(self, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Token ids of positions ``start..end`` as int64."""

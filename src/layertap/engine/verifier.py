@@ -85,16 +85,25 @@ class Verifier:
         assert isinstance(logits, torch.Tensor)
         return logits
 
-    def forward_alone(self, ids_T: torch.Tensor, state: Any, start: int, want_logits: bool, keep_state: bool) -> tuple[torch.Tensor | None, Any]:  # fmt: skip # noqa: E501
+    def forward_alone(
+        self,
+        ids_T: torch.Tensor,
+        state: Any,
+        start: int,
+        want_logits: bool,
+        keep_state: bool,
+        all_logits: bool = False,
+    ) -> tuple[torch.Tensor | None, Any]:
         """One forward over one sequence with the model's own cache class.
 
         Args:
             ids_T: tokens from ``start`` on.
             state: what the previous call returned; None for a fresh sequence.
             keep_state: a later call will go on from here.
+            all_logits: the logits of all tokens, not of the last one.
 
         Returns:
-            [1, vocab] logits of the last token (None if not wanted), and the state to go on with.
+            [1, vocab] logits of the last token or [T, vocab] of all (None if not wanted), and the state to go on with.
         """
         arguments: dict[str, Any] = {"input_ids": ids_T[None], "use_cache": keep_state}
         if state is not None:
@@ -103,10 +112,10 @@ class Verifier:
                 positions = torch.arange(start, start + len(ids_T), device=self.device)
                 arguments.update(position_arguments(self.decoder, positions[None]))
         if want_logits:
-            if self._keeps_logits:
+            if self._keeps_logits and not all_logits:
                 arguments["logits_to_keep"] = 1
             out = self.model(**arguments)
-            logits = out.logits[0, -1:]
+            logits = out.logits[0] if all_logits else out.logits[0, -1:]
         else:
             out = self.decoder(**arguments)
             logits = None
