@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layertap.engine.attention import IMPLEMENTATION, AttentionLayer, StepState, register
+from layertap.engine.attention import AttentionLayer, StepState, register
 
 PLANNING = "layertap_planning"
 _PLAN_TOKENS = 13
@@ -80,7 +80,8 @@ class _ArangeWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.arange and isinstance(out, torch.Tensor):
+        assert _recorder is not None
+        if func.overloadpacket is torch.ops.aten.arange and isinstance(out, torch.Tensor) and not _recorder.ours:
             innermost = self.inside[-1] if self.inside else None
             if out.numel() == _PLAN_TOKENS and (innermost is None or id(innermost) in self.suspects):
                 self.seen.append(type(innermost).__name__)
@@ -98,6 +99,8 @@ class _Recorder:
     step: StepState
     calls: list[_Call] = field(default_factory=list)
     max_len: int = 0
+    ours: bool = False
+    """Our own attention runs; what it counts is not the model's doing."""
 
 
 _recorder: _Recorder | None = None
@@ -135,7 +138,11 @@ def _planning_attention(
     if any(c.module is module for c in _recorder.calls):
         raise NotPacked("one attention layer is used more than once in a forward")
     _recorder.calls.append(_Call(module, layer))
-    return layer.attend(query, key, value).transpose(1, 2), None
+    _recorder.ours = True
+    try:
+        return layer.attend(query, key, value).transpose(1, 2), None
+    finally:
+        _recorder.ours = False
 
 
 def _configs(model: nn.Module) -> list[Any]:
@@ -193,11 +200,14 @@ def _module_stack(model: nn.Module) -> Iterator[list[nn.Module]]:
             h.remove()
 
 
-def plan_attention(decoder: nn.Module, step: StepState, max_len: int, device: torch.device) -> list[AttentionLayer]:
+def plan_attention(
+    decoder: nn.Module, num_layers: int, step: StepState, max_len: int, device: torch.device
+) -> list[AttentionLayer]:
     """Learn every attention layer's rules and hang them on its module as ``layertap_attention``.
 
     Args:
         decoder: the language model without its output head.
+        num_layers: how many decoder layers it has; each must attend through the common interface, once.
         step: shared by all layers.
         max_len: the longest sequence that will run; masks are checked up to there.
 
@@ -234,8 +244,8 @@ def plan_attention(decoder: nn.Module, step: StepState, max_len: int, device: to
                 decoder(input_ids=ids, use_cache=False, **position_arguments(decoder, positions))
         if watch.seen:
             raise NotPacked(f"{watch.seen[0]} counts positions itself")
-        if not _recorder.calls:
-            raise NotPacked("it has no attention layers behind the common interface")
+        if len(_recorder.calls) != num_layers:
+            raise NotPacked(f"{len(_recorder.calls)} of its {num_layers} layers attend through the common interface")
         for call in _recorder.calls:
             call.module.layertap_attention = call.layer  # type: ignore[assignment]
         return [call.layer for call in _recorder.calls]
@@ -259,7 +269,3 @@ def position_arguments(decoder: nn.Module, positions: torch.Tensor) -> dict[str,
     if "cache_position" in inspect.signature(decoder.forward).parameters:
         arguments["cache_position"] = positions[0]
     return arguments
-
-
-def uses_packed(name: str) -> bool:
-    return name == IMPLEMENTATION

@@ -121,8 +121,10 @@ class Verifier:
             logits = None
         if not keep_state:
             return logits, None
-        found = {n: out[n] for n in _CACHE_NAMES if n in out and out[n] is not None}
-        return logits, found or None
+        for name in _CACHE_NAMES:  # newer releases of the library also answer to the older names
+            if name in out and out[name] is not None:
+                return logits, {name: out[name]}
+        return logits, None
 
     @property
     def _keeps_logits(self) -> bool:
@@ -206,7 +208,7 @@ def load_verifier(
     try:
         if not verifier._keeps_logits and not config.extract_only:
             raise NotPacked("it computes logits for all tokens at once")
-        verifier.attention = plan_attention(decoder, verifier.step, verifier.max_model_len, device)
+        verifier.attention = plan_attention(decoder, len(layers), verifier.step, verifier.max_model_len, device)
         if config.self_check:
             check_packed(verifier, with_logits=not config.extract_only)
         set_attention_implementation(model, IMPLEMENTATION)
@@ -221,7 +223,3 @@ def load_verifier(
             "" if verifier.incremental else " (each generated token computes its sequence again)",
         )
     return verifier
-
-
-def unsupported(model: Any, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{type(model).__name__} is refused: {reason}")
