@@ -27,7 +27,8 @@ _LAZY = {"LLM": "layertap.llm", "HiddenStates": "layertap.record"}
 
 
 def __getattr__(name: str) -> Any:
-    # What needs torch is imported when it is first used, so that `import layertap` and the command line start at once.
+    # What needs torch is imported when it is first used, so that `import layertap` and the command line
+    # start at once.
     if name in _LAZY:
         import importlib
 

@@ -72,17 +72,23 @@ class LLM:
             raise InvalidInputError("engine", engine, "'torch' or 'vllm'")
         if speculative_config is not None:
             if layers is not None:
-                raise InvalidInputError("layers", layers, "None together with speculative_config, which names them")
+                raise InvalidInputError(
+                    "layers", layers, "None together with speculative_config, which names them"
+                )
             layers = layers_of_speculative_config(speculative_config)
         transfer = kv_transfer_config
         if transfer is not None and not isinstance(transfer, KVTransferConfig):
             transfer = KVTransferConfig.from_dict(transfer)
         if transfer is not None and layers is None:
-            raise InvalidInputError("kv_transfer_config", transfer.kv_connector, "None without layers to extract")
+            raise InvalidInputError(
+                "kv_transfer_config", transfer.kv_connector, "None without layers to extract"
+            )
         self.config = EngineConfig.from_kwargs(model, {**kwargs, "layers": layers})
         if self.config.data_parallel_size != 1:
             raise InvalidInputError(
-                "data_parallel_size", self.config.data_parallel_size, "1 here; 'layertap serve' starts replicas"
+                "data_parallel_size",
+                self.config.data_parallel_size,
+                "1 here; 'layertap serve' starts replicas",
             )
         self._core = EngineCore(self.config, transfer)
         self._loop = EngineLoop(self._core)
@@ -91,7 +97,7 @@ class LLM:
         self._prefix = uuid.uuid4().hex[:8]
         self._counter = itertools.count()
 
-    # --- vLLM's calls ------------------------------------------------------------------------------------------------
+    # --- vLLM's calls --------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -105,13 +111,14 @@ class LLM:
         """Run prompts to the end and return their outputs in order, each with its ``kv_transfer_params``.
 
         Args:
-            prompts: one or many strings, lists of token ids, ``{"prompt_token_ids": [...]}`` or chat messages.
+            prompts: one or many strings, lists of token ids, ``{"prompt_token_ids": [...]}`` or chat
+            messages.
             sampling_params: one for all, or one for each.
             use_tqdm: show a progress bar on the terminal.
             request_ids: names for the requests; a file sink names its files after them.
             on_error: what to do when states could not be stored: ``"raise"`` the first
-                :class:`~layertap.errors.ExtractionError` after everything has run (its ``outputs`` holds all outputs),
-                or ``"return"`` outputs whose ``error`` is set.
+                :class:`~layertap.errors.ExtractionError` after everything has run (its ``outputs`` holds all
+                outputs), or ``"return"`` outputs whose ``error`` is set.
 
         Raises:
             InvalidInputError: a prompt or parameter is wrong; nothing has been run then.
@@ -119,7 +126,9 @@ class LLM:
         items = as_list(prompts)
         params = self._params_for(sampling_params, len(items))
         if request_ids is not None and len(request_ids) != len(items):
-            raise InvalidInputError("request_ids", f"{len(request_ids)} ids", f"one for each of {len(items)} prompts")
+            raise InvalidInputError(
+                "request_ids", f"{len(request_ids)} ids", f"one for each of {len(items)} prompts"
+            )
         if on_error not in ("raise", "return"):
             raise InvalidInputError("on_error", on_error, "'raise' or 'return'")
         done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
@@ -147,7 +156,9 @@ class LLM:
         if failed and on_error == "raise":
             error = failed[0].error
             assert error is not None
-            reason = error.reason + (f" ({len(failed)} of {len(items)} requests failed)" if len(failed) > 1 else "")
+            reason = error.reason + (
+                f" ({len(failed)} of {len(items)} requests failed)" if len(failed) > 1 else ""
+            )
             raised = ExtractionError(error.request_id, reason, error.kind)
             raised.outputs = finished
             raise raised from error
@@ -161,13 +172,14 @@ class LLM:
         use_tqdm: bool = False,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Like :meth:`generate`, for one conversation or a list of them, rendered with the model's chat template."""
+        """Like :meth:`generate`, for one conversation or a list of them, rendered with the model's chat
+        template."""
         items = [messages] if is_single(messages) else list(messages)
         rendered = [self.prompt_tokenizer.chat(m, **template) for m in items]
         ids = [{"prompt_token_ids": r.token_ids, "prompt": r.text} for r in rendered]
         return self.generate(ids, sampling_params, use_tqdm=use_tqdm)
 
-    # --- ours --------------------------------------------------------------------------------------------------------
+    # --- ours ----------------------------------------------------------------------------------------------
 
     def extract(
         self,
@@ -196,16 +208,19 @@ class LLM:
             sampling_params: how to generate; replaces ``max_tokens``.
             request_ids: a name for each prompt.
             on_error: ``"raise"`` ends the iteration at a prompt that failed; ``"return"`` yields its
-                :class:`~layertap.errors.ExtractionError` in its place. A prompt that is wrong input is such a failure too.
+                :class:`~layertap.errors.ExtractionError` in its place. A prompt that is wrong input is such a
+                failure too.
             use_tqdm: show a progress bar on the terminal.
-            buffer_bytes: most bytes of states under way or waiting to be taken; None: three steps' worth, at least
-                256 MiB.
+            buffer_bytes: most bytes of states under way or waiting to be taken; None: three steps' worth, at
+                least 256 MiB.
 
         Yields:
             ``HiddenStates`` with ``token_ids`` [T] int64 and ``hidden_states`` [T, L, H].
         """
         if self._core.served is None:
-            raise InvalidInputError("layers", None, "an LLM that was made with layers=... or speculative_config=...")
+            raise InvalidInputError(
+                "layers", None, "an LLM that was made with layers=... or speculative_config=..."
+            )
         if on_error not in ("raise", "return"):
             raise InvalidInputError("on_error", on_error, "'raise' or 'return'")
         transfer = {
@@ -240,7 +255,9 @@ class LLM:
         per_token = self._bytes_per_token(params)
         limit = buffer_bytes or max(_LEAST_BUFFER, 3 * (self.config.max_num_batched_tokens or 0) * per_token)
         done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
-        pending: deque[tuple[int, OutputCollector | None, int, ExtractionError | InvalidInputError | None]] = deque()
+        pending: deque[
+            tuple[int, OutputCollector | None, int, ExtractionError | InvalidInputError | None]
+        ] = deque()
         ready: dict[int, RequestOutput] = {}
         buffered = 0
         count = 0
@@ -303,7 +320,9 @@ class LLM:
                 self._abort([c for _, c, _, e in pending if c is not None and e is None])
                 for output in ready.values():
                     self._drop(output)
-                self._drop_late(done, sum(1 for i, c, _, e in pending if c is not None and e is None and i not in ready))
+                self._drop_late(
+                    done, sum(1 for i, c, _, e in pending if c is not None and e is None and i not in ready)
+                )
 
     def _drop_late(self, done: queue.SimpleQueue[tuple[int, RequestOutput]], count: int) -> None:
         """Forget states of aborted prompts that were delivered before the abort reached them."""
@@ -325,7 +344,7 @@ class LLM:
         assert served is not None
         return len(served.ids) * self._core.verifier.hidden_size * self._core.verifier.dtype.itemsize
 
-    # --- life --------------------------------------------------------------------------------------------------------
+    # --- life ----------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer; None with ``skip_tokenizer_init``."""
@@ -341,7 +360,8 @@ class LLM:
         return self._core.max_model_len
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges of the engine: running and waiting requests, prefix hits, blocks, stored bytes."""
+        """Counters and gauges of the engine: running and waiting requests, prefix hits, blocks, stored bytes.
+        Counters and gauges of the engine: running and waiting requests, prefix hits, blocks, stored bytes."""
         result = self._loop.call(self._core.stats)
         assert isinstance(result, dict)
         return result
@@ -360,7 +380,7 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # --- inside ------------------------------------------------------------------------------------------------------
+    # --- inside --------------------------------------------------------------------------------------------
 
     def _next_id(self) -> str:
         return f"{self._prefix}-{next(self._counter)}"
@@ -393,7 +413,9 @@ class LLM:
         if isinstance(given, SamplingParams):
             return [given] * count
         if not isinstance(given, Sequence) or len(given) != count:
-            raise InvalidInputError("sampling_params", given, f"one SamplingParams, or one for each of {count} prompts")
+            raise InvalidInputError(
+                "sampling_params", given, f"one SamplingParams, or one for each of {count} prompts"
+            )
         return given
 
 

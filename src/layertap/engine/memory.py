@@ -56,8 +56,8 @@ def cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: in
             raise InvalidInputError(
                 "gpu_memory_utilization",
                 config.gpu_memory_utilization,
-                f"enough for the model: of {format_bytes(total)}, {format_bytes(total - free)} are in use and a full "
-                f"step needs {format_bytes(activation_bytes)} more; raise it, lower max_num_batched_tokens or use a "
+                f"enough for the model: of {format_bytes(total)}, {format_bytes(total - free)} are in use and "
+                f"a full step needs {format_bytes(activation_bytes)} more; raise it, lower max_num_batched_tokens or use a "
                 "larger GPU",
             )
         return budget
@@ -82,8 +82,8 @@ def num_blocks_for(config: EngineConfig, verifier: Verifier, hidden_bytes_per_to
         raise InvalidInputError(
             "kv_cache_memory_bytes",
             budget,
-            f"at least {needed} ({format_bytes(needed)}) for a sequence of {asked or config.block_size} tokens at "
-            f"{format_bytes(per_token)} a token; give more, or lower max_model_len",
+            f"at least {needed} ({format_bytes(needed)}) for a sequence of "
+            f"{asked or config.block_size} tokens at {format_bytes(per_token)} a token; give more, or lower max_model_len",
         )
     if verifier.max_model_len > capacity:
         logger.warning(

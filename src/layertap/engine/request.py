@@ -28,7 +28,12 @@ class RequestStatus(enum.Enum):
 
     @property
     def finished(self) -> bool:
-        return self in (RequestStatus.STOPPED, RequestStatus.LENGTH, RequestStatus.ABORTED, RequestStatus.ERROR)
+        return self in (
+            RequestStatus.STOPPED,
+            RequestStatus.LENGTH,
+            RequestStatus.ABORTED,
+            RequestStatus.ERROR,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +55,8 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    """Tokens whose keys, values and hidden states lie in the cache (or will, once the launched steps have run)."""
+    """Tokens whose keys, values and hidden states lie in the cache (or will, once the launched steps have
+    run)."""
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     num_hashed_blocks: int = 0

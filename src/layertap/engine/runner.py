@@ -25,7 +25,8 @@ class StepLogits:
     rows: torch.Tensor | None
     """[len(sampling), vocab]"""
     prompt: list[tuple[ScheduledRequest, torch.Tensor]]
-    """Requests that want prompt log-probabilities, with the logits [n, vocab] of their tokens of this step."""
+    """Requests that want prompt log-probabilities, with the logits [n, vocab] of their tokens of this step.
+    Requests that want prompt log-probabilities, with the logits [n, vocab] of their tokens of this step."""
 
 
 class ModelRunner:
@@ -37,7 +38,9 @@ class ModelRunner:
         num_blocks: blocks that the block pool hands out. One more is allocated for padding tokens.
     """
 
-    def __init__(self, verifier: Verifier, served: ServedLayers | None, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, verifier: Verifier, served: ServedLayers | None, num_blocks: int, block_size: int
+    ) -> None:
         self.verifier = verifier
         self.block_size = block_size
         self.device = verifier.device
@@ -46,7 +49,12 @@ class ModelRunner:
         self._slot_mapping: torch.Tensor | None = None
         if served is not None:
             self.draft = DraftModel(
-                num_blocks + 1, block_size, len(served.columns), verifier.hidden_size, verifier.dtype, self.device
+                num_blocks + 1,
+                block_size,
+                len(served.columns),
+                verifier.hidden_size,
+                verifier.dtype,
+                self.device,
             )
             self._taps = Taps(verifier.decoder, verifier.layers, served.columns, self._store)
 
@@ -83,11 +91,15 @@ class ModelRunner:
 
     def _execute_packed(self, scheduled: Sequence[ScheduledRequest]) -> StepLogits:
         ids = np.concatenate([s.request.token_array(s.start, s.start + s.num_tokens) for s in scheduled])
-        positions = np.concatenate([np.arange(s.start, s.start + s.num_tokens, dtype=np.int64) for s in scheduled])
+        positions = np.concatenate(
+            [np.arange(s.start, s.start + s.num_tokens, dtype=np.int64) for s in scheduled]
+        )
         starts = [0, *np.cumsum([s.num_tokens for s in scheduled]).tolist()]
         with_context = any(s.start for s in scheduled)
         slots = [self._slots(s, 0 if s.start else s.start) for s in scheduled]
-        mapping = np.concatenate([x[s.start :] if s.start else x for x, s in zip(slots, scheduled, strict=True)])
+        mapping = np.concatenate(
+            [x[s.start :] if s.start else x for x, s in zip(slots, scheduled, strict=True)]
+        )
         slot_mapping = self._to_device(mapping)
         cuda = self.device.type == "cuda"
         totals = [s.start + s.num_tokens for s in scheduled]
@@ -112,7 +124,9 @@ class ModelRunner:
         rows = self._to_device(np.asarray(wanted, dtype=np.int64)) if wanted else None
         self._slot_mapping = slot_mapping
         try:
-            logits = self.verifier.forward_packed(self._to_device(ids), self._to_device(positions), layout, rows)
+            logits = self.verifier.forward_packed(
+                self._to_device(ids), self._to_device(positions), layout, rows
+            )
         finally:
             self._slot_mapping = None
         if logits is None:

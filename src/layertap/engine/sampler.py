@@ -1,4 +1,5 @@
-"""From logits to the next token: greedy, or drawn with temperature, top-k and top-p by each request's own generator."""
+"""From logits to the next token: greedy, or drawn with temperature, top-k and top-p by each request's own
+generator."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def logprobs_of(logits_nV: torch.Tensor, tokens: Sequence[int], count: int) -> l
     for i, token in enumerate(tokens):
         row = {int(token): Logprob(float(own[i, 0]), int(ranks[i]))}
         if best is not None:
-            for rank, (v, t) in enumerate(zip(best.values[i].tolist(), best.indices[i].tolist(), strict=True), 1):
+            for rank, (v, t) in enumerate(
+                zip(best.values[i].tolist(), best.indices[i].tolist(), strict=True), 1
+            ):
                 row.setdefault(int(t), Logprob(v, rank))
         result.append(row)
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from layertap.config import EngineConfig
 from layertap.engine import loader
 from layertap.engine.attention import IMPLEMENTATION, AttentionLayer, BatchLayout, StepState
 from layertap.engine.plan import NotPacked, plan_attention, position_arguments, set_attention_implementation
-from layertap.errors import InvalidInputError, UnsupportedModelError
+from layertap.errors import InvalidInputError
 
 logger = logging.getLogger("layertap")
 
@@ -62,7 +61,11 @@ class Verifier:
             layer.allocate(num_slots, self.dtype, self.device)
 
     def forward_packed(
-        self, ids_T: torch.Tensor, positions_T: torch.Tensor, layout: BatchLayout, logit_rows: torch.Tensor | None
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        layout: BatchLayout,
+        logit_rows: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """One forward over a flat batch; the taps fire on the way.
 
@@ -103,7 +106,8 @@ class Verifier:
             all_logits: the logits of all tokens, not of the last one.
 
         Returns:
-            [1, vocab] logits of the last token or [T, vocab] of all (None if not wanted), and the state to go on with.
+            [1, vocab] logits of the last token or [T, vocab] of all (None if not wanted), and the state to go
+            on with.
         """
         arguments: dict[str, Any] = {"input_ids": ids_T[None], "use_cache": keep_state}
         if state is not None:
@@ -147,7 +151,9 @@ def max_model_len_of(config: EngineConfig, hf_config: Any) -> int:
     if config.max_model_len is None:
         return own or 8192
     if own is not None and config.max_model_len > own:
-        raise InvalidInputError("max_model_len", config.max_model_len, f"at most {own}, the model's own limit")
+        raise InvalidInputError(
+            "max_model_len", config.max_model_len, f"at most {own}, the model's own limit"
+        )
     return config.max_model_len
 
 
@@ -170,7 +176,9 @@ def pick_device(config: EngineConfig) -> torch.device:
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if device.index is not None and device.index >= torch.cuda.device_count():
-            raise InvalidInputError("device", config.device, f"cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+            raise InvalidInputError(
+                "device", config.device, f"cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+            )
     elif device.type != "cpu":
         raise InvalidInputError("device", config.device, "auto, cpu, cuda or cuda:N")
     return device
@@ -208,7 +216,9 @@ def load_verifier(
     try:
         if not verifier._keeps_logits and not config.extract_only:
             raise NotPacked("it computes logits for all tokens at once")
-        verifier.attention = plan_attention(decoder, len(layers), verifier.step, verifier.max_model_len, device)
+        verifier.attention = plan_attention(
+            decoder, len(layers), verifier.step, verifier.max_model_len, device
+        )
         if config.self_check:
             check_packed(verifier, with_logits=not config.extract_only)
         set_attention_implementation(model, IMPLEMENTATION)
