@@ -52,3 +52,21 @@ class ExtractionError(LayertapError, RuntimeError):
 
 class UnsupportedModelError(LayertapError, RuntimeError):
     """The model cannot be run here with a result that is known to be right. The message says why."""
+
+
+class CorruptRecordError(LayertapError, ValueError):
+    """A file is not a complete, intact record of hidden states. The message names the file and what is wrong.
+
+    Args:
+        path: the file.
+        problem: what is wrong with it, as a phrase ("the header is cut off after 12 of 480 bytes").
+    """
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = str(path)
+        self.problem = problem
+
+
+class HandleNotFoundError(LayertapError, LookupError):
+    """Nothing is stored under a handle, or did not appear in time. The message names the handle and what to do."""
