@@ -167,9 +167,13 @@ def _check_record(path: str | os.PathLike[str], tensors: Mapping[str, TensorEntr
     if tokens.dtype != torch.int64 or len(tokens.shape) != 1:
         raise CorruptRecordError(path, f"token_ids is {tokens.dtype} {tokens.shape}, not int64 [T]")
     if len(hidden.shape) != 3 or hidden.dtype == torch.int64:
-        raise CorruptRecordError(path, f"hidden_states is {hidden.dtype} {hidden.shape}, not floating [T, L, H]")
+        raise CorruptRecordError(
+            path, f"hidden_states is {hidden.dtype} {hidden.shape}, not floating [T, L, H]"
+        )
     if hidden.shape[0] != tokens.shape[0]:
-        raise CorruptRecordError(path, f"{hidden.shape[0]} rows of hidden states for {tokens.shape[0]} tokens")
+        raise CorruptRecordError(
+            path, f"{hidden.shape[0]} rows of hidden states for {tokens.shape[0]} tokens"
+        )
     scales = tensors.get(SCALES)
     if scales is not None and (scales.dtype, scales.shape) != (torch.float32, (hidden.shape[0], 1, 1)):
         raise CorruptRecordError(path, f"{SCALES} is {scales.dtype} {scales.shape}, not float32 [T, 1, 1]")

@@ -52,6 +52,22 @@ def open(  # noqa: A001 - reads as layertap.reader.open
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
+def take(handle: str) -> HiddenStates:
+    """Read a record that is known to be complete; one in memory is forgotten by its sink, a file stays.
+
+    Raises:
+        HandleNotFoundError: there is none (any more).
+    """
+    if handle.startswith(SCHEME):
+        sink = find_sink(handle)
+        if sink is None:
+            raise HandleNotFoundError(
+                f"{handle}: not in memory; it was never delivered, or has been taken already"
+            )
+        return sink.take(handle)
+    return open(handle, timeout=0, verify=False)
+
+
 async def aopen(
     handle: str | os.PathLike[str], timeout: float = DEFAULT_TIMEOUT, verify: bool = True
 ) -> HiddenStates:
@@ -165,7 +181,9 @@ def _not_found(handle: str | os.PathLike[str], timeout: float) -> HandleNotFound
             "process that extracted them, until they are taken or deleted"
         )
     if os.path.exists(name + LOCK_SUFFIX) and _still_locked(name):
-        return HandleNotFoundError(f"{name}: its writer still holds {name}{LOCK_SUFFIX} after {timeout:g} s; wait longer")
+        return HandleNotFoundError(
+            f"{name}: its writer still holds {name}{LOCK_SUFFIX} after {timeout:g} s; wait longer"
+        )
     return HandleNotFoundError(
         f"{name}: no such file after {timeout:g} s; check that this machine sees the storage folder and that the "
         "request succeeded, or wait longer (timeout)"

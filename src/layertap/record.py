@@ -124,7 +124,10 @@ def build_metadata(
 
 
 def states_of(
-    metadata: dict[str, str], token_ids: torch.Tensor, hidden_states: torch.Tensor, scales: torch.Tensor | None
+    metadata: dict[str, str],
+    token_ids: torch.Tensor,
+    hidden_states: torch.Tensor,
+    scales: torch.Tensor | None,
 ) -> HiddenStates:
     """Put tensors and header strings together.
 
@@ -158,7 +161,11 @@ def read_record(path: str | os.PathLike[str], verify: bool = True) -> HiddenStat
     header = read_header(path)
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in (TOKEN_IDS, SCALES, HIDDEN_STATES) if name in header.tensors}
+            tensors = {
+                name: file.get_tensor(name)
+                for name in (TOKEN_IDS, SCALES, HIDDEN_STATES)
+                if name in header.tensors
+            }
     except SafetensorError as error:
         raise CorruptRecordError(path, str(error)) from None
     if verify:

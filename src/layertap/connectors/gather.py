@@ -60,7 +60,9 @@ class Gather(ABC):
         """Wait until the rows are in the buffer."""
 
 
-def view_of(buffer: torch.Tensor, n: int, num_layers: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
+def view_of(
+    buffer: torch.Tensor, n: int, num_layers: int, hidden_size: int, dtype: torch.dtype
+) -> torch.Tensor:
     """[n, L, H]: the front of a staging buffer."""
     size = n * num_layers * hidden_size * dtype.itemsize
     return buffer[:size].view(dtype).view(n, num_layers, hidden_size)
@@ -83,7 +85,9 @@ class CpuGather(Gather):
         self._flat: Array | None = None
         if cache.stride(0) == cache.stride(1) * self.block_size:
             self._flat = np.lib.stride_tricks.as_strided(
-                self._blocks, (cache.shape[0] * self.block_size, *self._blocks.shape[2:]), self._blocks.strides[1:]
+                self._blocks,
+                (cache.shape[0] * self.block_size, *self._blocks.shape[2:]),
+                self._blocks.strides[1:],
             )
         self._identity = tuple(range(self.num_columns))
         self._scratch: Array | None = None
@@ -104,7 +108,11 @@ class CpuGather(Gather):
             source = hidden.view(_TORCH_SIGNED[self.dtype.itemsize]).numpy()
         for begin in range(0, n, step):
             end = min(begin + step, n)
-            piece = source.reshape(-1)[: (end - begin) * layers * size].reshape(-1, layers, size) if cast else source[begin:end]
+            piece = (
+                source.reshape(-1)[: (end - begin) * layers * size].reshape(-1, layers, size)
+                if cast
+                else source[begin:end]
+            )
             self._copy(slots[begin:end], columns, piece)
             magnitude_bits(piece, bits_nL[begin:end])
             if cast:
@@ -112,7 +120,9 @@ class CpuGather(Gather):
                 if scales is not None:
                     scales[begin:end, 0, 0] = fp8_scales(_floats(bits_nL[begin:end], self.dtype))
                 _cast(values, hidden[begin:end], None if scales is None else scales[begin:end])
-        return Chunk(hidden, None if scales is None else torch.from_numpy(scales), _floats(bits_nL, self.dtype))
+        return Chunk(
+            hidden, None if scales is None else torch.from_numpy(scales), _floats(bits_nL, self.dtype)
+        )
 
     def finish(self, started: Any) -> Chunk:
         assert isinstance(started, Chunk)

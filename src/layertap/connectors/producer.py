@@ -86,7 +86,8 @@ class Producer:
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._run, name=f"layertap-writer-{i}", daemon=True) for i in range(num_writers)
+            threading.Thread(target=self._run, name=f"layertap-writer-{i}", daemon=True)
+            for i in range(num_writers)
         ]
         for thread in self._threads:
             thread.start()
@@ -108,7 +109,9 @@ class Producer:
             if self._closed:
                 raise RuntimeError("the producer is closed")
             if job.request_id in self._tasks:
-                raise InvalidInputError("request_id", job.request_id, "an id that is not being delivered already")
+                raise InvalidInputError(
+                    "request_id", job.request_id, "an id that is not being delivered already"
+                )
             self._tasks[job.request_id] = task
         self._queue.put(task)
 
@@ -149,7 +152,9 @@ class Producer:
         """
         fits = self.ring.chunk_bytes // (self.cache.shape[3] * 4)
         if len(columns) > fits:
-            raise InvalidInputError("kv_transfer_params.layers", f"{len(columns)} layers", f"at most {fits} layers")
+            raise InvalidInputError(
+                "kv_transfer_params.layers", f"{len(columns)} layers", f"at most {fits} layers"
+            )
 
     @property
     def idle(self) -> bool:
@@ -228,7 +233,9 @@ class Producer:
             self._news.append(Completion("copied", task.job.request_id))
             self._changed.notify_all()
 
-    def _report_end(self, task: _Task, handle: str | None = None, error: ExtractionError | None = None) -> None:
+    def _report_end(
+        self, task: _Task, handle: str | None = None, error: ExtractionError | None = None
+    ) -> None:
         """Under the lock."""
         request_id = task.job.request_id
         if not task.copied:

@@ -50,7 +50,9 @@ class ProducingConnector(KVConnectorBase):
         (cache,) = kv_caches.values()
         expected = (info.num_blocks, info.block_size, len(info.layers.columns), info.hidden_size)
         if tuple(cache.shape) != expected or cache.dtype != info.dtype:
-            raise ValueError(f"the hidden-state cache is {cache.dtype} {tuple(cache.shape)}, not {info.dtype} {expected}")
+            raise ValueError(
+                f"the hidden-state cache is {cache.dtype} {tuple(cache.shape)}, not {info.dtype} {expected}"
+            )
         self._producer = Producer(
             cache,
             self.sink,

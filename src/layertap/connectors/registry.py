@@ -44,7 +44,9 @@ def connector_class(config: KVTransferConfig) -> type[KVConnectorBase]:
     if config.kv_connector_module_path is None:
         if config.kv_connector not in _CONNECTORS:
             raise InvalidInputError(
-                "kv_transfer_config.kv_connector", config.kv_connector, nearest(config.kv_connector, _CONNECTORS)
+                "kv_transfer_config.kv_connector",
+                config.kv_connector,
+                nearest(config.kv_connector, _CONNECTORS),
             )
         return _CONNECTORS[config.kv_connector]
     module = _load(config.kv_connector_module_path)

@@ -174,13 +174,20 @@ class Transfer:
         absmax_nL = chunk.absmax_nL
         largest_L = absmax_nL.max(axis=0)
         if not np.isfinite(largest_L).all():
-            self._refuse(~np.isfinite(absmax_nL), positions, "not_finite", "NaN or infinite; nothing was published")
+            self._refuse(
+                ~np.isfinite(absmax_nL), positions, "not_finite", "NaN or infinite; nothing was published"
+            )
         if torch.finfo(dtype).max < torch.finfo(self._gather.dtype).max and dtype != torch.float8_e4m3fn:
             with np.errstate(over="ignore"):
                 stored = torch.from_numpy(absmax_nL).to(dtype).float().numpy()
             if not np.isfinite(stored).all():
                 name = str(dtype).removeprefix("torch.")
-                self._refuse(~np.isfinite(stored), positions, "dtype_overflow", f"too large for {name}; ask for another dtype")
+                self._refuse(
+                    ~np.isfinite(stored),
+                    positions,
+                    "dtype_overflow",
+                    f"too large for {name}; ask for another dtype",
+                )
         self._largest_L = largest_L if self._largest_L is None else np.maximum(self._largest_L, largest_L)
 
     def _refuse(self, bad_nL: Array, positions: Array, kind: str, what: str) -> None:
@@ -194,5 +201,7 @@ class Transfer:
         zero = np.flatnonzero(self._largest_L == 0)
         if len(zero):
             layer_id = self._job.selection.layer_ids[int(zero[0])]
-            reason = f"the hidden states of layer {layer_id} are zero for every kept token; nothing was published"
+            reason = (
+                f"the hidden states of layer {layer_id} are zero for every kept token; nothing was published"
+            )
             raise ExtractionError(self._job.request_id, reason, "all_zero")

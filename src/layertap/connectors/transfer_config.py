@@ -56,7 +56,9 @@ class KVTransferConfig:
             raise InvalidInputError(f"{name}.kv_role", self.kv_role, "'kv_producer'")
         path = self.kv_connector_module_path
         if path is not None and (not isinstance(path, str) or not path):
-            raise InvalidInputError(f"{name}.kv_connector_module_path", path, "a module or the path of a .py file")
+            raise InvalidInputError(
+                f"{name}.kv_connector_module_path", path, "a module or the path of a .py file"
+            )
         extra = self.kv_connector_extra_config
         if not isinstance(extra, Mapping):
             raise InvalidInputError(f"{name}.kv_connector_extra_config", extra, "an object")

@@ -89,7 +89,7 @@ class EngineCore:
             assert self.runner.draft is not None
             info = EngineInfo(
                 model=config.model,
-                served=self.served,
+                layers=self.served,
                 hidden_size=self.verifier.hidden_size,
                 dtype=self.verifier.dtype,
                 block_size=config.block_size,
@@ -155,6 +155,8 @@ class EngineCore:
         if self.served is not None:
             selection = Selection.parse(params.kv_transfer_params, self.served)
             selection.check_length(len(ids))
+            assert self.connector is not None
+            self.connector.check_request(params.kv_transfer_params, request_id)
         elif params.kv_transfer_params:
             raise InvalidInputError(
                 "kv_transfer_params", dict(params.kv_transfer_params), "None: this engine taps no layers"
@@ -413,7 +415,7 @@ class EngineCore:
             if not self._collect():
                 self.wait(0.05)
         if self.connector is not None:
-            self.connector.close()
+            self.connector.close(drain=False)
         self._collect()
         self.runner.close()
 

@@ -56,9 +56,9 @@ def cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: in
             raise InvalidInputError(
                 "gpu_memory_utilization",
                 config.gpu_memory_utilization,
-                f"enough for the model: of {format_bytes(total)}, {format_bytes(total - free)} are in use and "
-                f"a full step needs {format_bytes(activation_bytes)} more; raise it, lower max_num_batched_tokens or use a "
-                "larger GPU",
+                f"enough for the model: of {format_bytes(total)}, {format_bytes(total - free)} are in use and a "
+                f"full step needs {format_bytes(activation_bytes)} more; raise it, lower "
+                "max_num_batched_tokens or use a larger GPU",
             )
         return budget
     return min(machine_memory() // _CPU_SHARE, _CPU_MOST)
@@ -83,7 +83,8 @@ def num_blocks_for(config: EngineConfig, verifier: Verifier, hidden_bytes_per_to
             "kv_cache_memory_bytes",
             budget,
             f"at least {needed} ({format_bytes(needed)}) for a sequence of "
-            f"{asked or config.block_size} tokens at {format_bytes(per_token)} a token; give more, or lower max_model_len",
+            f"{asked or config.block_size} tokens at {format_bytes(per_token)} a token; give more, or lower "
+            "max_model_len",
         )
     if verifier.max_model_len > capacity:
         logger.warning(

@@ -46,7 +46,9 @@ class MemorySink(Sink):
         with self._lock:
             record = self._records.get(handle)
         if record is None:
-            raise HandleNotFoundError(f"{handle}: not in memory; it was never delivered, or has been taken already")
+            raise HandleNotFoundError(
+                f"{handle}: not in memory; it was never delivered, or has been taken already"
+            )
         return record
 
     def take(self, handle: str) -> HiddenStates:
