@@ -55,7 +55,7 @@ class LLM:
         if engine == "vllm" and cls is LLM:
             from layertap.vllm.llm import VllmLLM
 
-            return object.__new__(VllmLLM)
+            return object.__new__(VllmLLM)  # type: ignore[no-any-return]
         return object.__new__(cls)
 
     def __init__(
@@ -255,9 +255,7 @@ class LLM:
         per_token = self._bytes_per_token(params)
         limit = buffer_bytes or max(_LEAST_BUFFER, 3 * (self.config.max_num_batched_tokens or 0) * per_token)
         done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
-        pending: deque[
-            tuple[int, OutputCollector | None, int, ExtractionError | InvalidInputError | None]
-        ] = deque()
+        pending: deque[tuple[int, OutputCollector | None, int, InvalidInputError | None]] = deque()
         ready: dict[int, RequestOutput] = {}
         buffered = 0
         count = 0
@@ -274,7 +272,7 @@ class LLM:
                         name = next(names) if names is not None else self._next_id()
                         size = 0
                         collector = None
-                        error = None
+                        error: InvalidInputError | None = None
                         try:
                             tokenized = self.prompt_tokenizer(prompt, f"prompts[{count}]")
                             collector = self._collector(name, tokenized, params, count, done)

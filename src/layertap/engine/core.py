@@ -64,7 +64,7 @@ class EngineCore:
             ServedLayers(parse_layers(config.layers, total), total) if config.layers is not None else None
         )
         self.tokenizer = loader.load_tokenizer(config, source)
-        keep = self.served.highest if self.served is not None and config.extract_only else total
+        keep = max(1, self.served.highest) if self.served is not None and config.extract_only else total
         self.verifier: Verifier = load_verifier(config, source, hf_config, keep, self.device)
         self.eos_token_ids = _eos_token_ids(self.verifier.model, self.tokenizer)
         budget = config.max_num_batched_tokens or (
@@ -387,7 +387,7 @@ class EngineCore:
             return 0
         from layertap.engine.profile import measure_step
 
-        return measure_step(self.verifier, budget, self.config)
+        return measure_step(self.verifier, budget)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of the engine and its connector."""

@@ -136,8 +136,9 @@ def _model_class(hf_config: Any) -> type[Any] | None:
     mapping = AutoModelForCausalLM._model_mapping
     if type(hf_config) not in mapping:
         return None
-    found = mapping[type(hf_config)]
-    return found[0] if isinstance(found, list | tuple) else found
+    found: Any = mapping[type(hf_config)]
+    cls: type[Any] = found[0] if isinstance(found, list | tuple) else found
+    return cls
 
 
 def _truncated(cls: type[Any], keep: int, total: int) -> type[Any]:
@@ -165,11 +166,11 @@ def decoder_layers(model: nn.Module, total: int) -> tuple[str, nn.ModuleList]:
 
 def truncate(model: nn.Module, keep: int, total: int) -> None:
     """Drop the decoder layers from ``keep`` on, and the output head."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
     name, layers = decoder_layers(decoder, total)
     parent_name, _, attribute = name.rpartition(".")
     parent = decoder.get_submodule(parent_name)
-    setattr(parent, attribute, nn.ModuleList(list(layers)[: max(keep, 0)]))
+    setattr(parent, attribute, nn.ModuleList(list(layers)[:keep]))
 
 
 def load_model(

@@ -71,12 +71,12 @@ def window_of(mask_function: Callable[..., torch.Tensor], max_len: int) -> int |
     return window
 
 
-class _ArangeWatch(TorchDispatchMode):
+class _ArangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes where a model counts the tokens of the batch itself instead of using the positions it was given.
     Notes where a model counts the tokens of the batch itself instead of using the positions it was given."""
 
     def __init__(self, inside: list[nn.Module], suspects: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.inside = inside
         self.suspects = suspects
         self.seen: list[str] = []
@@ -244,10 +244,8 @@ def plan_attention(
             f"its rotary embedding changes with the sequence's length beyond {limit} tokens; "
             f"with max_model_len={limit} or less it can"
         )
-    ids = (
-        torch.arange(1, _PLAN_TOKENS + 1, device=device)[None]
-        % decoder.get_input_embeddings().weight.shape[0]
-    )  # type: ignore[operator]
+    embeddings: Any = decoder.get_input_embeddings()  # type: ignore[operator]
+    ids = torch.arange(1, _PLAN_TOKENS + 1, device=device)[None] % embeddings.weight.shape[0]
     positions = torch.arange(_PLAN_TOKENS, device=device)[None]
     _recorder = _Recorder(step, max_len=max_len)
     try:

@@ -42,7 +42,7 @@ def varlen_attention(
     left = -1 if window is None else window - 1
     out = varlen_attn(
         q_TQD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        scale=scale, window_size=(left, 0), **_GQA,
+        scale=scale, window_size=(left, 0), **_GQA,  # type: ignore[arg-type]
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out

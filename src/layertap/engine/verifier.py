@@ -13,6 +13,7 @@ from torch import nn
 from layertap.config import EngineConfig
 from layertap.engine import loader
 from layertap.engine.attention import IMPLEMENTATION, AttentionLayer, BatchLayout, StepState
+from layertap.engine.cpu_linear import use_float32_matmul
 from layertap.engine.plan import NotPacked, plan_attention, position_arguments, set_attention_implementation
 from layertap.errors import InvalidInputError
 
@@ -173,9 +174,9 @@ def pick_device(config: EngineConfig) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise InvalidInputError("device", config.device, "auto or cpu: this PyTorch sees no CUDA device")
-        if device.index is None:
+        if ":" not in name:
             device = torch.device("cuda", torch.cuda.current_device())
-        if device.index is not None and device.index >= torch.cuda.device_count():
+        if device.index >= torch.cuda.device_count():
             raise InvalidInputError(
                 "device", config.device, f"cuda:0 to cuda:{torch.cuda.device_count() - 1}"
             )
@@ -199,7 +200,7 @@ def load_verifier(
     total = loader.num_hidden_layers(hf_config)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     short = config.extract_only and keep_layers < total
-    _, layers = loader.decoder_layers(decoder, max(keep_layers, 0) if short else total)
+    _, layers = loader.decoder_layers(decoder, keep_layers if short else total)
     embeddings = model.get_input_embeddings()
     verifier = Verifier(
         model=model,
@@ -232,4 +233,6 @@ def load_verifier(
             e,
             "" if verifier.incremental else " (each generated token computes its sequence again)",
         )
+    if device.type == "cpu":
+        use_float32_matmul(layers, verifier.dtype)
     return verifier
