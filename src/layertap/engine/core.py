@@ -58,6 +58,8 @@ class EngineCore:
         self.config = config
         self.device = pick_device(config)
         source = loader.prepare_source(config.model)
+        self.hf_path = source.path
+        """Folder or hub id that ``transformers`` reads the model from."""
         hf_config = loader.load_config(source, config)
         total = loader.num_hidden_layers(hf_config)
         self.served = (
