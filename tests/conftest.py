@@ -1,4 +1,5 @@
-"""Shared by all tests: one thread for each process, tiny models made once, the real model where it is installed."""
+"""Shared by all tests: one thread for each process, tiny models made once, the real model where it is
+installed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from layertap import LLM
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """``tiny("llama")`` is the folder of a tiny model with random weights; made once for each set of arguments."""
+    """``tiny("llama")`` is the folder of a tiny model with random weights; made once for each set of
+    arguments."""
     made: dict[Any, str] = {}
 
     def get(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> str:

@@ -1,4 +1,5 @@
-"""Faults that users of systems like this one have reported: the right result, by their number in docs/cases.md."""
+"""Faults that users of systems like this one have reported: the right result, by their number in
+docs/cases.md."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def wait_until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
 
 
 def published(folder: Path) -> list[str]:
-    """What lies under a final name. Only the engine's own lock file may be hidden beside it, no partial file."""
+    """What lies under a final name. Only the engine's own lock file may be hidden beside it, no partial file.
+    What lies under a final name. Only the engine's own lock file may be hidden beside it, no partial file."""
     hidden = [name for name in os.listdir(folder) if name.startswith(".")]
     assert all(name.startswith(".layertap-") and name.endswith(".lock") for name in hidden), hidden
     return sorted(name for name in os.listdir(folder) if not name.startswith("."))

@@ -1,4 +1,5 @@
-"""Every architecture's states equal transformers', at each boundary, however the engine cuts and shares the work."""
+"""Every architecture's states equal transformers', at each boundary, however the engine cuts and shares the
+work."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_greedy_text_and_output_states_equal_transformers(
                 if whole[-1] in llm._core.eos_token_ids:
                     break
         assert states.token_ids.tolist() == whole[:-1]
-        # A recurrent layer's step is another formula than its chunked prefill: more rounding, no more than that.
+        # A recurrent layer's step is another formula than its chunked prefill: more rounding, no
+        # more than that.
         tolerance = TOLERANCE if name in tiny_models.PACKED else 1e-4
         reference.assert_states(states.hidden_states, reference.states(path, whole[:-1]), tolerance)
 
