@@ -1,9 +1,9 @@
 """The safetensors layout of a record, known to the byte before its first row is written.
 
-A file is an 8-byte little-endian header length, a JSON header padded with spaces to a multiple of 8, and the tensors,
-back to back: ``token_ids``, ``hidden_states_scales`` (float8 only), ``hidden_states``. The checksums in the header have
-a fixed width, so the header can be written last, over the space kept for it. The format is safetensors':
-https://github.com/huggingface/safetensors#format
+A file is an 8-byte little-endian header length, a JSON header padded with spaces to a multiple of 8, and the
+tensors, back to back: ``token_ids``, ``hidden_states_scales`` (float8 only), ``hidden_states``. The checksums
+in the header have a fixed width, so the header can be written last, over the space kept for it. The format is
+safetensors': https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RecordLayout:
             }
             spans[name] = (offset, end)
             offset = end
-        self.header_bytes = len(self.header({name: 0 for name in spans}))
+        self.header_bytes = len(self.header(dict.fromkeys(spans, 0)))
         self.begin = {name: self.header_bytes + span[0] for name, span in spans.items()}
         """Where each tensor starts in the file."""
         self.total_bytes = self.header_bytes + offset

@@ -1,9 +1,11 @@
-"""Rows out of the paged cache into a staging buffer: pick, cast, and take each row's largest magnitude on the way.
+"""Rows out of the paged cache into a staging buffer: pick, cast, and take each row's largest magnitude on the
+way.
 
-Shapes: n rows of a chunk, L kept layers, C cache columns, H hidden size. Slots are ``block_id * block_size + offset``.
+Shapes: n rows of a chunk, L kept layers, C cache columns, H hidden size. Slots are ``block_id * block_size +
+    offset``.
 
-The CPU side uses numpy on integer views: such copies and reductions release the GIL and run on the calling thread
-alone, where torch operations would start a team of threads beside the one that computes the model.
+The CPU side uses numpy on integer views: such copies and reductions release the GIL and run on the calling
+thread alone, where torch operations would start a team of threads beside the one that computes the model.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ _ONE_THREAD = 32768  # torch runs operations of up to this many elements on the 
 class Chunk:
     """Rows in a staging buffer."""
 
-    hidden_nLH: torch.Tensor
-    """On the CPU, in the storage dtype; a view of the staging buffer."""
-    scales_n11: torch.Tensor | None
-    absmax_nL: Array
-    """float32: the largest magnitude of each row and layer before the cast; NaN or infinity if there is one."""
+    hidden: torch.Tensor
+    """[n, L, H] on the CPU, in the storage dtype; a view of the staging buffer."""
+    scales: torch.Tensor | None
+    """[n, 1, 1] float32, for float8 only."""
+    absmax: Array
+    """[n, L] float32: the largest magnitude of each row and layer before the cast; NaN or infinity if there is
+    one."""
 
 
 class Gather(ABC):
@@ -47,7 +51,8 @@ class Gather(ABC):
     block_size: int
     hidden_size: int
     runs_ahead: bool
-    """True where :meth:`start` returns before the copy is done, so that starting the next chunk early pays."""
+    """True where :meth:`start` returns before the copy is done, so that starting the next chunk early
+    pays."""
 
     @abstractmethod
     def start(
@@ -161,8 +166,8 @@ class CpuGather(Gather):
 def magnitude_bits(x_nLH: Array, out_nL: Array) -> None:
     """The largest magnitude over H of floats seen as signed integers, as bits without the sign.
 
-    Floats of one sign order like their bits, and infinity and NaN above all others, so two integer maxima do it:
-    the signed one finds the largest positive number, the unsigned one the largest negative.
+    Floats of one sign order like their bits, and infinity and NaN above all others, so two integer maxima do
+    it: the signed one finds the largest positive number, the unsigned one the largest negative.
     """
     sign = np.iinfo(x_nLH.dtype).min
     positive = np.maximum(x_nLH.max(axis=2), 0)

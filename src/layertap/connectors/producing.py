@@ -1,4 +1,5 @@
-"""The connector that hands ended requests to a :class:`Producer`; file and memory differ in the sink and the handle."""
+"""The connector that hands ended requests to a :class:`Producer`; file and memory differ in the sink and the
+handle."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _EXTRA = "kv_transfer_config.kv_connector_extra_config"
 
 
 class ProducingConnector(KVConnectorBase):
-    """Options that every such connector knows: ``num_writer_threads``, ``staging_chunk_bytes``, ``staging_ring_bytes``."""
+    """Options that every such connector knows: ``num_writer_threads``, ``staging_chunk_bytes``,
+    ``staging_ring_bytes``."""
 
     handle_field: ClassVar[str]
     """Where the handle goes in ``kv_transfer_params``."""
@@ -69,7 +71,8 @@ class ProducingConnector(KVConnectorBase):
         return self._producer
 
     def request_finished(self, request: FinishedRequest, block_ids: list[int]) -> tuple[bool, Params | None]:
-        """Queue a request. One that keeps nothing, or ended before its prompt was computed, is let go at once."""
+        """Queue a request. One that keeps nothing, or ended before its prompt was computed, is let go at
+        once."""
         selection = request.selection
         num_prompt_tokens = len(request.prompt_token_ids)
         if selection is None or request.num_computed_tokens < num_prompt_tokens:

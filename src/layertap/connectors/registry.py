@@ -53,7 +53,8 @@ def connector_class(config: KVTransferConfig) -> type[KVConnectorBase]:
     found = getattr(module, config.kv_connector, None)
     if isinstance(found, type) and issubclass(found, KVConnectorBase):
         return found
-    names = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, KVConnectorBase)]
+    classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    names = [name for name, value in classes.items() if issubclass(value, KVConnectorBase)]
     raise InvalidInputError(
         "kv_transfer_config.kv_connector",
         config.kv_connector,

@@ -1,4 +1,5 @@
-"""What a connector is told at start: the user's ``kv_transfer_config``, and what the engine knows of itself."""
+"""What a connector is told at start: the user's ``kv_transfer_config``, and what the engine knows of
+itself."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import torch
 from layertap.errors import InvalidInputError
 from layertap.layers import ServedLayers
 
-# Fields of vLLM's KVTransferConfig that choose nothing here: they describe the consuming half, or buffers that
-# staging_* replaces. Accepted so that a command line written for vLLM runs unchanged.
+# Fields of vLLM's KVTransferConfig that choose nothing here: they describe the consuming half, or buffers
+# that staging_* replaces. Accepted so that a command line written for vLLM runs unchanged.
 PASSIVE_FIELDS = (
     "engine_id",
     "kv_rank",

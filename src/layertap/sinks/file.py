@@ -1,8 +1,8 @@
 """Records as safetensors files: streamed under a temporary name, renamed when complete.
 
-Nothing partial is ever seen under a final name. Temporary files carry the token of the sink that writes them, and the
-sink holds a lock on a file of that token as long as it lives: a token whose lock can be taken belongs to a dead
-process, and its files are removed by the next sink that opens the folder.
+Nothing partial is ever seen under a final name. Temporary files carry the token of the sink that writes them,
+and the sink holds a lock on a file of that token as long as it lives: a token whose lock can be taken belongs
+to a dead process, and its files are removed by the next sink that opens the folder.
 """
 
 from __future__ import annotations
