@@ -122,7 +122,9 @@ def test_files_that_are_something_else_are_refused(tmp_path, tensors, problem):
         read_record(tmp_path / "x.safetensors")
 
 
-@pytest.mark.parametrize("content", [b"PK\x03\x04 something else entirely", b"\x10" + b"\0" * 7 + b"not json at all!"])
+@pytest.mark.parametrize(
+    "content", [b"PK\x03\x04 something else entirely", b"\x10" + b"\0" * 7 + b"not json at all!"]
+)
 def test_other_formats_are_refused(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(CorruptRecordError, match="not a safetensors file"):
@@ -143,7 +145,11 @@ def test_a_file_of_vllm_without_metadata_is_read_and_said_to_have_no_checksums(t
 
 
 def test_contradicting_metadata_is_refused(tmp_path):
-    save_file({"hidden_states": torch.ones(3, 2, 4), "token_ids": torch.arange(3)}, tmp_path / "x", {"layer_ids": "1"})
+    save_file(
+        {"hidden_states": torch.ones(3, 2, 4), "token_ids": torch.arange(3)},
+        tmp_path / "x",
+        {"layer_ids": "1"},
+    )
     with pytest.raises(CorruptRecordError, match="contradicts"):
         read_record(tmp_path / "x")
 

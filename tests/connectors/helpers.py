@@ -31,12 +31,16 @@ def paged_cache(
     return cache.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3) if head_first else cache
 
 
-def naive_rows(cache: torch.Tensor, block_ids: Sequence[int], positions: Sequence[int], columns: Sequence[int]):
+def naive_rows(
+    cache: torch.Tensor, block_ids: Sequence[int], positions: Sequence[int], columns: Sequence[int]
+):
     size = cache.shape[1]
     return torch.stack([cache[block_ids[p // size], p % size, list(columns)] for p in positions])
 
 
-def make_job(request_id: str, num_tokens: int, block_ids: Sequence[int], params=None, num_prompt_tokens=None) -> Job:
+def make_job(
+    request_id: str, num_tokens: int, block_ids: Sequence[int], params=None, num_prompt_tokens=None
+) -> Job:
     return Job(
         request_id,
         list(range(100, 100 + num_tokens)),
@@ -49,10 +53,14 @@ def make_job(request_id: str, num_tokens: int, block_ids: Sequence[int], params=
 
 def make_producer(cache: torch.Tensor, sink: Sink | None = None, **settings) -> Producer:
     settings = {"chunk_bytes": 1 << 16, "ring_bytes": 1 << 18, "num_writers": 2, **settings}
-    return Producer(cache, sink if sink is not None else MemorySink(), model="tiny", layers=SERVED, **settings)
+    return Producer(
+        cache, sink if sink is not None else MemorySink(), model="tiny", layers=SERVED, **settings
+    )
 
 
-def drain(producer: Producer, num_completed: int, timeout: float = 10) -> tuple[list[str], dict[str, Completion]]:
+def drain(
+    producer: Producer, num_completed: int, timeout: float = 10
+) -> tuple[list[str], dict[str, Completion]]:
     """Wait for completions; returns the ids reported copied, in order, and what was completed."""
     copied: list[str] = []
     completed: dict[str, Completion] = {}

@@ -59,7 +59,8 @@ def test_a_failed_rename_can_be_aborted(sink):
 
 
 @pytest.mark.parametrize(
-    "request_id", ["../x", "a/b", "/etc/x", "", ".hidden", "..", "a\0b", "a\n", "x" * 201, "-f", "a b", "é", None]
+    "request_id",
+    ["../x", "a/b", "/etc/x", "", ".hidden", "..", "a\0b", "a\n", "x" * 201, "-f", "a b", "é", None],
 )
 def test_ids_that_are_no_plain_names_are_refused(sink, tmp_path, request_id):
     with pytest.raises(InvalidInputError, match="request_id"):

@@ -47,9 +47,10 @@ def test_what_is_read_is_not_the_callers_buffer():
 
 def test_an_aborted_record_is_never_seen():
     sink = MemorySink()
-    writer = sink.open(RecordSpec("r", torch.arange(1), (1, 1, 8), torch.float32))
+    writer = sink.open(RecordSpec("aborted", torch.arange(1), (1, 1, 8), torch.float32))
+    writer.write(torch.ones(1, 1, 8))
     writer.abort()
-    assert find_sink("memory://r") is None
+    assert find_sink("memory://aborted") is None
     assert sink.bytes == 0
 
 

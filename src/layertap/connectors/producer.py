@@ -48,11 +48,13 @@ class Producer:
     """Moves the hidden states of ended requests to a sink.
 
     Args:
-        cache: [num_blocks, block_size, C, H] of any strides, float32, bfloat16 or float16, on the CPU or a
-            GPU. sink: where records go. The producer does not close it. model: the model's name, for the
-            records' metadata. layers: what the cache's columns are. chunk_bytes: size of one staging buffer;
-            raised to one token's row if it is smaller. ring_bytes: staging memory in all; at least one
-            buffer. num_writers: threads, each of which moves one job at a time.
+        cache: [num_blocks, block_size, C, H] of any strides, float32, bfloat16 or float16, on CPU or GPU.
+        sink: where records go. The producer does not close it.
+        model: the model's name, for the records' metadata.
+        layers: what the cache's columns are.
+        chunk_bytes: size of one staging buffer; raised to one token's row if it is smaller.
+        ring_bytes: staging memory in all; at least one buffer.
+        num_writers: threads, each of which moves one job at a time.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class Producer:
         ready = None
         if self.cache.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(self.cache.device))  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(self.cache.device))
         task = _Task(job, ready)
         with self._changed:
             if self._closed:

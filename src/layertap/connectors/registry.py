@@ -58,7 +58,7 @@ def connector_class(config: KVTransferConfig) -> type[KVConnectorBase]:
     raise InvalidInputError(
         "kv_transfer_config.kv_connector",
         config.kv_connector,
-        f"a subclass of KVConnectorBase in {config.kv_connector_module_path}: {nearest(config.kv_connector, names)}",
+        f"a KVConnectorBase of {config.kv_connector_module_path}: {nearest(config.kv_connector, names)}",
     )
 
 
