@@ -44,7 +44,7 @@ def test_a_file_is_not_read_while_its_writer_holds_the_lock(tmp_path):
     path = tmp_path / "r.safetensors"
     whole = save(TENSORS)
     path.write_bytes(whole[:50])  # in the middle of being written
-    lock = open(str(path) + ".lock", "w")
+    lock = open(f"{path}.lock", "w")  # noqa: SIM115 - let go of by the timer
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert not reader.exists(path)
     with pytest.raises(HandleNotFoundError, match="still holds"):

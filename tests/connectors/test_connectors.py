@@ -168,7 +168,9 @@ def test_wrong_options_are_refused(extra, message):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(InvalidInputError, match="did you mean 'FileConnector'.*ExampleHiddenStatesConnector"):
+    with pytest.raises(
+        InvalidInputError, match=r"did you mean 'FileConnector'.*ExampleHiddenStatesConnector"
+    ):
         connector_class(config(kv_connector="FileConnecter"))
     with pytest.raises(ValueError, match="taken"):
         register_connector("FileConnector", KVConnectorBase)

@@ -86,8 +86,9 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 
 def test_files_of_a_dead_process_are_removed_and_those_of_living_sinks_stay(tmp_path):
     code = (
-        "import os,sys,torch; from layertap.sinks.file import FileSink; from layertap.sinks.base import RecordSpec\n"
-        "w=FileSink(sys.argv[1]).open(RecordSpec('r',torch.arange(3),(3,1,8),torch.float32))\n"
+        "import os,sys,torch; from layertap.sinks.file import FileSink, RecordSpec\n"
+        "s=FileSink(sys.argv[1])\n"
+        "w=s.open(RecordSpec('r',torch.arange(3),(3,1,8),torch.float32))\n"
         "w.write(torch.ones(2,1,8)); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

@@ -174,7 +174,7 @@ class Transfer:
     def _check(self, chunk: Chunk, positions: Array, dtype: torch.dtype) -> None:
         absmax_nL = chunk.absmax
         largest_L = absmax_nL.max(axis=0)
-        if not np.isfinite(largest_L).all():
+        if not largest_L.max() < np.inf:  # NaN too
             self._refuse(
                 ~np.isfinite(absmax_nL), positions, "not_finite", "NaN or infinite; nothing was published"
             )
@@ -199,9 +199,8 @@ class Transfer:
 
     def _refuse_zero_layers(self) -> None:
         assert self._largest_L is not None
-        zero = np.flatnonzero(self._largest_L == 0)
-        if len(zero):
-            layer_id = self._job.selection.layer_ids[int(zero[0])]
+        if self._largest_L.min() == 0:
+            layer_id = self._job.selection.layer_ids[int(self._largest_L.argmin())]
             reason = (
                 f"the hidden states of layer {layer_id} are zero for every kept token; nothing was published"
             )
