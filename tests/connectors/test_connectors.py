@@ -32,7 +32,7 @@ def config(**extra):
 
 
 def run(connector, *requests):
-    """What an engine does until all are completed; returns the final answers and the ids whose blocks came back."""
+    """What an engine does until all are completed: the final answers, and the ids whose blocks came back."""
     freed, answers = set(), {}
     for request in requests:
         delayed, params = connector.request_finished(request, [4, 2, 9])

@@ -240,7 +240,9 @@ class CudaGather(Gather):
             absmax = torch.maximum(high, -low).float()
             scales = None
             if dtype == torch.float8_e4m3fn:
-                scales = (absmax.amax(dim=1) / FP8_MAX).clamp_(min=MIN_SCALE)[:, None, None]
+                largest = absmax.amax(dim=1)[:, None, None]
+                # By a tensor: a division by a scalar becomes a multiplication on a GPU and rounds otherwise.
+                scales = (largest / torch.full_like(largest, FP8_MAX)).clamp_(min=MIN_SCALE)
                 rows = rows.float().div_(scales).to(dtype)
             else:
                 rows = rows.to(dtype)

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from layertap.config import nearest
 from layertap.connectors.base import KVConnectorBase
 from layertap.connectors.completing import CompletingConnector
 from layertap.connectors.file import FileConnector
 from layertap.connectors.memory import MemoryConnector
-from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig, nearest
+from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig
 from layertap.errors import InvalidInputError
 
 _CONNECTORS: dict[str, type[KVConnectorBase]] = {
