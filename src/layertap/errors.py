@@ -69,4 +69,5 @@ class CorruptRecordError(LayertapError, ValueError):
 
 
 class HandleNotFoundError(LayertapError, LookupError):
-    """Nothing is stored under a handle, or did not appear in time. The message names the handle and what to do."""
+    """Nothing is stored under a handle, or did not appear in time. The message names the handle and what to
+    do."""

@@ -1,9 +1,9 @@
 """The safetensors layout of a record, known to the byte before its first row is written.
 
-A file is an 8-byte little-endian header length, a JSON header padded with spaces to a multiple of 8, and the tensors,
-back to back: ``token_ids``, ``hidden_states_scales`` (float8 only), ``hidden_states``. The checksums in the header have
-a fixed width, so the header can be written last, over the space kept for it. The format is safetensors':
-https://github.com/huggingface/safetensors#format
+A file is an 8-byte little-endian header length, a JSON header padded with spaces to a multiple of 8, and the
+tensors, back to back: ``token_ids``, ``hidden_states_scales`` (float8 only), ``hidden_states``. The checksums
+in the header have a fixed width, so the header can be written last, over the space kept for it. The format is
+safetensors': https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ TOKEN_IDS = "token_ids"
 SCALES = "hidden_states_scales"
 HIDDEN_STATES = "hidden_states"
 CHECKSUM_PREFIX = "xxh3_"
+_NO_CHECKSUM = "0" * 16
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 _NAMES = {
@@ -63,31 +64,31 @@ class RecordLayout:
         if has_scales:
             tensors.append((SCALES, torch.float32, (shape[0], 1, 1)))
         tensors.append((HIDDEN_STATES, dtype, shape))
-        self._metadata = dict(metadata)
-        self._entries: dict[str, object] = {}
-        spans: dict[str, tuple[int, int]] = {}
+        entries: dict[str, object] = {}
+        begin: dict[str, int] = {}
         offset = 0
         for name, tensor_dtype, dims in tensors:
             end = offset + math.prod(dims) * tensor_dtype.itemsize
-            self._entries[name] = {
-                "dtype": _NAMES[tensor_dtype],
-                "shape": list(dims),
-                "data_offsets": [offset, end],
-            }
-            spans[name] = (offset, end)
+            entries[name] = {"dtype": _NAMES[tensor_dtype], "shape": dims, "data_offsets": (offset, end)}
+            begin[name] = offset
             offset = end
-        self.header_bytes = len(self.header({name: 0 for name in spans}))
-        self.begin = {name: self.header_bytes + span[0] for name, span in spans.items()}
+        sums = {CHECKSUM_PREFIX + name: _NO_CHECKSUM for name in begin}
+        text = json.dumps({"__metadata__": sums | dict(metadata), **entries}, separators=(",", ":"))
+        text += " " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text.encode("ascii")
+        self.header_bytes = len(self._header)
+        self.begin = {name: self.header_bytes + start for name, start in begin.items()}
         """Where each tensor starts in the file."""
         self.total_bytes = self.header_bytes + offset
 
     def header(self, checksums: Mapping[str, int]) -> bytes:
         """The file's first bytes, with the xxh3 checksum (64 bits) of each tensor."""
-        sums = {CHECKSUM_PREFIX + name: f"{value:016x}" for name, value in checksums.items()}
-        text = json.dumps({"__metadata__": self._metadata | sums, **self._entries}, separators=(",", ":"))
-        body = text.encode("ascii")
-        body += b" " * (-len(body) % 8)
-        return len(body).to_bytes(8, "little") + body
+        header = bytearray(self._header)
+        for name, value in checksums.items():
+            key = f'"{CHECKSUM_PREFIX}{name}":"'.encode()
+            start = header.index(key) + len(key)
+            header[start : start + len(_NO_CHECKSUM)] = f"{value:016x}".encode()
+        return bytes(header)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """From a handle to tensors: wait, open, delete; blocking and asynchronous.
 
-Handles are paths, or ``memory://`` names of this process. Where vLLM writes the file, its answer may come before the file
-does: then ``<path>.lock`` is held by the writer until the file is complete, and a failure is told in ``<path>.error``.
-A file without a lock file is complete as soon as it is there.
+Handles are paths, or ``memory://`` names of this process. Where vLLM writes the file, its answer may come
+before the file does: then ``<path>.lock`` is held by the writer until the file is complete, and a failure is
+told in ``<path>.error``. A file without a lock file is complete as soon as it is there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-def open(  # noqa: A001 - reads as layertap.reader.open
+def open(
     handle: str | os.PathLike[str], timeout: float = DEFAULT_TIMEOUT, verify: bool = True
 ) -> HiddenStates:
     """Read a record, waiting up to ``timeout`` seconds for it to be complete.
@@ -71,7 +71,8 @@ def take(handle: str) -> HiddenStates:
 async def aopen(
     handle: str | os.PathLike[str], timeout: float = DEFAULT_TIMEOUT, verify: bool = True
 ) -> HiddenStates:
-    """:func:`open` for asynchronous callers: waiting takes no thread, reading takes one for as long as it lasts."""
+    """:func:`open` for asynchronous callers: waiting takes no thread, reading takes one for as long as it
+    lasts."""
     deadline = time.monotonic() + timeout
     pause = _FIRST_PAUSE
     while True:
@@ -177,16 +178,16 @@ def _not_found(handle: str | os.PathLike[str], timeout: float) -> HandleNotFound
     name = os.fspath(handle)
     if name.startswith(SCHEME):
         return HandleNotFoundError(
-            f"{name}: not in this process's memory after {timeout:g} s; memory handles are readable only in the "
-            "process that extracted them, until they are taken or deleted"
+            f"{name}: not in this process's memory after {timeout:g} s; memory handles are readable only in "
+            "the process that extracted them, until they are taken or deleted"
         )
     if os.path.exists(name + LOCK_SUFFIX) and _still_locked(name):
         return HandleNotFoundError(
             f"{name}: its writer still holds {name}{LOCK_SUFFIX} after {timeout:g} s; wait longer"
         )
     return HandleNotFoundError(
-        f"{name}: no such file after {timeout:g} s; check that this machine sees the storage folder and that the "
-        "request succeeded, or wait longer (timeout)"
+        f"{name}: no such file after {timeout:g} s; check that this machine sees the storage folder and that "
+        "the request succeeded, or wait longer (timeout)"
     )
 
 

@@ -41,7 +41,8 @@ class HiddenStates:
 
     @property
     def dequantized(self) -> torch.Tensor:
-        """[T, L, H]: float32 with the scales applied where there are any, else ``hidden_states`` as they are."""
+        """[T, L, H]: float32 with the scales applied where there are any, else ``hidden_states`` as they
+        are."""
         if self.scales is None:
             return self.hidden_states
         return self.hidden_states.float() * self.scales
@@ -151,8 +152,8 @@ def read_record(path: str | os.PathLike[str], verify: bool = True) -> HiddenStat
     """Read a record; the tensors are memory-mapped.
 
     Args:
-        path: a file of this package, or one of vLLM's ``ExampleHiddenStatesConnector``, which has no metadata.
-        verify: check the checksums that the header carries; the structure is always checked.
+        path: a file of this package, or one of vLLM's ``ExampleHiddenStatesConnector``, which has no
+            metadata. verify: check the checksums that the header carries; the structure is always checked.
 
     Raises:
         CorruptRecordError: the file is cut off, damaged, or no record of hidden states.

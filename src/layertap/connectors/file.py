@@ -15,8 +15,8 @@ class FileConnector(ProducingConnector):
     Options beside :class:`ProducingConnector`'s:
         ``shared_storage_path``: the folder, made if missing. Default ``/tmp/hidden_states``.
         ``fsync``: flush files to the device before they get their names. Default false.
-        ``use_synchronization_lock``: vLLM's; accepted and without effect, as an answer is sent only after its file is
-        complete under its final name, so that a reader needs no lock.
+        ``use_synchronization_lock``: vLLM's; accepted and without effect, as an answer is sent only after its
+            file is complete under its final name, so that a reader needs no lock.
     """
 
     handle_field = "hidden_states_path"

@@ -1,9 +1,10 @@
-"""Rows out of the paged cache into a staging buffer: pick, cast, and take each row's largest magnitude on the way.
+"""Rows out of the paged cache into a staging buffer: picked, cast, and each row's largest magnitude taken.
 
-Shapes: n rows of a chunk, L kept layers, C cache columns, H hidden size. Slots are ``block_id * block_size + offset``.
+Shapes: n rows of a chunk, L kept layers, C cache columns, H hidden size. A slot is
+``block_id * block_size + offset``.
 
-The CPU side uses numpy on integer views: such copies and reductions release the GIL and run on the calling thread
-alone, where torch operations would start a team of threads beside the one that computes the model.
+The CPU side uses numpy on integer views: such copies and reductions release the GIL and run on the calling
+thread alone, where torch operations would start a team of threads beside the one that computes the model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FP8_MAX = 448.0
 # Keeps the division finite; a token whose states are all zero dequantises to zero.
 MIN_SCALE = float(torch.finfo(torch.float32).tiny)
 
-_SIGNED = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
+_SIGNED: dict[int, np.dtype[Any]] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
 _TORCH_SIGNED = {2: torch.int16, 4: torch.int32}
 _PIECE_BYTES = 1 << 20  # copied and reduced while still in the processor's cache
 _ONE_THREAD = 32768  # torch runs operations of up to this many elements on the calling thread
@@ -32,11 +33,12 @@ _ONE_THREAD = 32768  # torch runs operations of up to this many elements on the 
 class Chunk:
     """Rows in a staging buffer."""
 
-    hidden_nLH: torch.Tensor
-    """On the CPU, in the storage dtype; a view of the staging buffer."""
-    scales_n11: torch.Tensor | None
-    absmax_nL: Array
-    """float32: the largest magnitude of each row and layer before the cast; NaN or infinity if there is one."""
+    hidden: torch.Tensor
+    """[n, L, H] on the CPU, in the storage dtype; a view of the staging buffer."""
+    scales: torch.Tensor | None
+    """[n, 1, 1] float32, for float8 only."""
+    absmax: Array
+    """[n, L] float32: the largest magnitude before the cast; NaN or infinite if a value is."""
 
 
 class Gather(ABC):
@@ -47,7 +49,7 @@ class Gather(ABC):
     block_size: int
     hidden_size: int
     runs_ahead: bool
-    """True where :meth:`start` returns before the copy is done, so that starting the next chunk early pays."""
+    """True where :meth:`start` returns before the copy is done: starting the next chunk early pays."""
 
     @abstractmethod
     def start(
@@ -161,8 +163,8 @@ class CpuGather(Gather):
 def magnitude_bits(x_nLH: Array, out_nL: Array) -> None:
     """The largest magnitude over H of floats seen as signed integers, as bits without the sign.
 
-    Floats of one sign order like their bits, and infinity and NaN above all others, so two integer maxima do it:
-    the signed one finds the largest positive number, the unsigned one the largest negative.
+    Floats of one sign order like their bits, and infinity and NaN above all others, so two integer maxima do
+    it: the signed one finds the largest positive number, the unsigned one the largest negative.
     """
     sign = np.iinfo(x_nLH.dtype).min
     positive = np.maximum(x_nLH.max(axis=2), 0)
@@ -177,13 +179,14 @@ def _floats(bits: Array, dtype: torch.dtype) -> Array:
         return (bits.astype(np.int32) << 16).view(np.float32)
     if dtype == torch.float16:
         return bits.view(np.float16).astype(np.float32)
-    return bits.view(np.float32)
+    floats: Array = bits.view(np.float32)
+    return floats
 
 
 def fp8_scales(absmax_nL: Array) -> Array:
     """[n] float32: a token's largest magnitude / 448."""
-    with np.errstate(all="ignore"):
-        return np.maximum(absmax_nL.max(axis=1) / np.float32(FP8_MAX), np.float32(MIN_SCALE))
+    scales: Array = np.maximum(absmax_nL.max(axis=1) / np.float32(FP8_MAX), np.float32(MIN_SCALE))
+    return scales
 
 
 def _cast(values_nLH: torch.Tensor, out_nLH: torch.Tensor, scales_n11: Array | None) -> None:
@@ -237,14 +240,16 @@ class CudaGather(Gather):
             absmax = torch.maximum(high, -low).float()
             scales = None
             if dtype == torch.float8_e4m3fn:
-                scales = (absmax.amax(dim=1) / FP8_MAX).clamp_(min=MIN_SCALE)[:, None, None]
+                largest = absmax.amax(dim=1)[:, None, None]
+                # By a tensor: a division by a scalar becomes a multiplication on a GPU and rounds otherwise.
+                scales = (largest / torch.full_like(largest, FP8_MAX)).clamp_(min=MIN_SCALE)
                 rows = rows.float().div_(scales).to(dtype)
             else:
                 rows = rows.to(dtype)
-            hidden = view_of(buffer, *rows.shape, dtype)
+            hidden = view_of(buffer, len(slots), len(key), self.hidden_size, dtype)
             hidden.copy_(rows, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._stream)  # type: ignore[no-untyped-call]
+            done.record(self._stream)
             return hidden, scales, absmax, rows, done
 
     def finish(self, started: Any) -> Chunk:

@@ -18,7 +18,7 @@ class Job:
     token_ids: Sequence[int]
     """Prompt, and then the output tokens if there are any."""
     num_tokens: int
-    """Leading tokens with valid states. Those past the prompt are kept only if the selection asks for them."""
+    """Leading tokens with valid states. Those past the prompt are kept only if the selection says so."""
     num_prompt_tokens: int
     block_ids: Sequence[int]
     """Token i lies in block ``block_ids[i // block_size]``."""
@@ -34,10 +34,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """News of a job. ``copied`` comes once, before ``completed``, also when the job failed or was cancelled."""
+    """News of a job. ``copied`` comes once, before ``completed``, also after a failure or a cancellation."""
 
     kind: Literal["copied", "completed"]
-    """``copied``: nothing reads the job's blocks any more. ``completed``: it is published, or it has failed."""
+    """``copied``: nothing reads the job's blocks any more. ``completed``: it is published or has failed."""
     request_id: str
     handle: str | None = None
     """Of the published record (``completed`` only)."""

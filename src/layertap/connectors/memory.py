@@ -10,8 +10,9 @@ from layertap.sinks.memory import MemorySink
 
 
 class MemoryConnector(ProducingConnector):
-    """Answers ``{"hidden_states_handle": "memory://<request_id>"}``, to be read with :func:`layertap.reader.open` in the
-    same process. Records that nobody takes stay; ``memory_bytes`` in the statistics is their size."""
+    """Answers ``{"hidden_states_handle": "memory://<request_id>"}``, to be read with
+    :func:`layertap.reader.open` in the same process. Records that nobody takes stay; ``memory_bytes`` in the
+    statistics is their size."""
 
     handle_field = "hidden_states_handle"
     sink: MemorySink

@@ -1,8 +1,9 @@
 """Carries hidden states from the paged cache to a sink, in threads beside the engine's.
 
-It knows a cache tensor, a block size and a sink; it does not know which engine it is in. Each writer thread takes one
-job at a time and moves it chunk by chunk: staging buffer, gather, check, write. Whatever the backlog, memory is
-bounded by the staging ring; blocks of waiting jobs stay allocated, and that is the back-pressure on the scheduler.
+It knows a cache tensor, a block size and a sink; it does not know which engine it is in. Each writer thread
+takes one job at a time and moves it chunk by chunk: staging buffer, gather, check, write. Whatever the
+backlog, memory is bounded by the staging ring; blocks of waiting jobs stay allocated, and that is the
+back-pressure on the scheduler.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Producer:
     """Moves the hidden states of ended requests to a sink.
 
     Args:
-        cache: [num_blocks, block_size, C, H] of any strides, float32, bfloat16 or float16, on the CPU or a GPU.
+        cache: [num_blocks, block_size, C, H] of any strides, float32, bfloat16 or float16, on CPU or GPU.
         sink: where records go. The producer does not close it.
         model: the model's name, for the records' metadata.
         layers: what the cache's columns are.
@@ -103,7 +104,7 @@ class Producer:
         ready = None
         if self.cache.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(self.cache.device))  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(self.cache.device))
         task = _Task(job, ready)
         with self._changed:
             if self._closed:
@@ -132,8 +133,9 @@ class Producer:
             return self._changed.wait_for(lambda: bool(self._news), timeout)
 
     def cancel(self, request_id: str) -> bool:
-        """Abort a job, queued or being written. True: nothing of it will be published, and :meth:`poll` reports it copied
-        and failed (kind ``aborted``). False: it is unknown, or its record is being published."""
+        """Abort a job, queued or being written. True: nothing of it will be published, and :meth:`poll`
+        reports it copied and failed (kind ``aborted``). False: it is unknown, or its record is being
+        published."""
         with self._changed:
             task = self._tasks.get(request_id)
             if task is None or task.publishing:
@@ -181,7 +183,8 @@ class Producer:
         }
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
-        """Deliver what was submitted (``drain``) or abort it, and end the threads. :meth:`poll` still gives the news."""
+        """Deliver what was submitted (``drain``) or abort it, and end the threads. :meth:`poll` still gives
+        the news."""
         with self._changed:
             first, self._closed = not self._closed, True
             waiting = list(self._tasks)
@@ -217,7 +220,7 @@ class Producer:
             if not task.publishing:
                 raise Cancelled
             handle = transfer.commit()
-        except Exception as error:  # noqa: BLE001 - whatever a sink raises fails its request, never the thread
+        except Exception as error:  # noqa: BLE001 - a sink may raise anything; the thread lives on
             transfer.abort()
             with self._changed:
                 self._report_end(task, error=_explain(job.request_id, error))

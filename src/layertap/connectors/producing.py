@@ -1,4 +1,5 @@
-"""The connector that hands ended requests to a :class:`Producer`; file and memory differ in the sink and the handle."""
+"""The connector that hands ended requests to a :class:`Producer`; file and memory differ in the sink and the
+handle."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from layertap.config import nearest
 from layertap.connectors.base import FinishedRequest, KVConnectorBase, Outcome, Params
 from layertap.connectors.job import Job
 from layertap.connectors.producer import DEFAULT_CHUNK_BYTES, DEFAULT_RING_BYTES, Producer
-from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig, nearest
+from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig
 from layertap.errors import InvalidInputError
 from layertap.selection import Selection
 from layertap.sinks.base import Sink
@@ -20,7 +22,8 @@ _EXTRA = "kv_transfer_config.kv_connector_extra_config"
 
 
 class ProducingConnector(KVConnectorBase):
-    """Options that every such connector knows: ``num_writer_threads``, ``staging_chunk_bytes``, ``staging_ring_bytes``."""
+    """Options that every such connector knows: ``num_writer_threads``, ``staging_chunk_bytes``,
+    ``staging_ring_bytes``."""
 
     handle_field: ClassVar[str]
     """Where the handle goes in ``kv_transfer_params``."""
@@ -29,11 +32,14 @@ class ProducingConnector(KVConnectorBase):
         "staging_chunk_bytes": DEFAULT_CHUNK_BYTES,
         "staging_ring_bytes": DEFAULT_RING_BYTES,
     }
-    """Known keys of ``kv_connector_extra_config`` with their defaults."""
+    """Known keys of ``kv_connector_extra_config`` with their defaults (on a GPU, four writer threads)."""
 
     def __init__(self, kv_transfer_config: KVTransferConfig, engine_info: EngineInfo) -> None:
         super().__init__(kv_transfer_config, engine_info)
         self._options = check_options(kv_transfer_config.kv_connector_extra_config, self.options)
+        given = kv_transfer_config.kv_connector_extra_config
+        if engine_info.device.type == "cuda" and "num_writer_threads" not in given:
+            self._options["num_writer_threads"] = 4  # one thread writes 1 to 2 GB/s, a GPU makes more
         self.sink = self.make_sink(self._options)
         self._producer: Producer | None = None
         self._completed: dict[str, Outcome] = {}
@@ -69,7 +75,8 @@ class ProducingConnector(KVConnectorBase):
         return self._producer
 
     def request_finished(self, request: FinishedRequest, block_ids: list[int]) -> tuple[bool, Params | None]:
-        """Queue a request. One that keeps nothing, or ended before its prompt was computed, is let go at once."""
+        """Queue a request. One that keeps nothing, or ended before its prompt was computed, is let go at
+        once."""
         selection = request.selection
         num_prompt_tokens = len(request.prompt_token_ids)
         if selection is None or request.num_computed_tokens < num_prompt_tokens:

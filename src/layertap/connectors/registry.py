@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from layertap.config import nearest
 from layertap.connectors.base import KVConnectorBase
 from layertap.connectors.completing import CompletingConnector
 from layertap.connectors.file import FileConnector
 from layertap.connectors.memory import MemoryConnector
-from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig, nearest
+from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig
 from layertap.errors import InvalidInputError
 
 _CONNECTORS: dict[str, type[KVConnectorBase]] = {
@@ -53,11 +54,12 @@ def connector_class(config: KVTransferConfig) -> type[KVConnectorBase]:
     found = getattr(module, config.kv_connector, None)
     if isinstance(found, type) and issubclass(found, KVConnectorBase):
         return found
-    names = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, KVConnectorBase)]
+    classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    names = [name for name, value in classes.items() if issubclass(value, KVConnectorBase)]
     raise InvalidInputError(
         "kv_transfer_config.kv_connector",
         config.kv_connector,
-        f"a subclass of KVConnectorBase in {config.kv_connector_module_path}: {nearest(config.kv_connector, names)}",
+        f"a KVConnectorBase of {config.kv_connector_module_path}: {nearest(config.kv_connector, names)}",
     )
 
 

@@ -1,4 +1,5 @@
-"""One job's way through a writer thread: chunk by chunk from the cache to a sink's writer, checked on the way.
+"""One job's way through a writer thread: chunk by chunk from the cache to a sink's writer, checked on the
+way.
 
 Shapes: T kept tokens, n rows of a chunk, L kept layers, H hidden size.
 """
@@ -114,7 +115,7 @@ class Transfer:
             return
         try:
             self._writer.abort()
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged; the request has failed already
             _log.exception("request %s: its unfinished record could not be removed", self._job.request_id)
 
     def _move(self, writer: RecordWriter, slots_T: Array, positions_T: Array, dtype: torch.dtype) -> None:
@@ -153,9 +154,9 @@ class Transfer:
                 self._check(chunk, positions_T[row:], dtype)
                 if self._given_up():
                     raise Cancelled
-                writer.write(chunk.hidden_nLH, chunk.scales_n11)
-                row += chunk.hidden_nLH.shape[0]
-                self.num_bytes += chunk.hidden_nLH.numel() * dtype.itemsize
+                writer.write(chunk.hidden, chunk.scales)
+                row += chunk.hidden.shape[0]
+                self.num_bytes += chunk.hidden.numel() * dtype.itemsize
                 self._ring.release(held.pop(0))
         finally:
             # After a failure: copies that still run must end before their buffers are used again.
@@ -171,9 +172,9 @@ class Transfer:
             raise Cancelled from None
 
     def _check(self, chunk: Chunk, positions: Array, dtype: torch.dtype) -> None:
-        absmax_nL = chunk.absmax_nL
+        absmax_nL = chunk.absmax
         largest_L = absmax_nL.max(axis=0)
-        if not np.isfinite(largest_L).all():
+        if not largest_L.max() < np.inf:  # NaN too
             self._refuse(
                 ~np.isfinite(absmax_nL), positions, "not_finite", "NaN or infinite; nothing was published"
             )
@@ -198,9 +199,8 @@ class Transfer:
 
     def _refuse_zero_layers(self) -> None:
         assert self._largest_L is not None
-        zero = np.flatnonzero(self._largest_L == 0)
-        if len(zero):
-            layer_id = self._job.selection.layer_ids[int(zero[0])]
+        if self._largest_L.min() == 0:
+            layer_id = self._job.selection.layer_ids[int(self._largest_L.argmin())]
             reason = (
                 f"the hidden states of layer {layer_id} are zero for every kept token; nothing was published"
             )

@@ -1,19 +1,20 @@
-"""What a connector is told at start: the user's ``kv_transfer_config``, and what the engine knows of itself."""
+"""What a connector is told at start: the user's ``kv_transfer_config``, and what the engine knows of
+itself."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
+from layertap.config import nearest
 from layertap.errors import InvalidInputError
 from layertap.layers import ServedLayers
 
-# Fields of vLLM's KVTransferConfig that choose nothing here: they describe the consuming half, or buffers that
-# staging_* replaces. Accepted so that a command line written for vLLM runs unchanged.
+# Fields of vLLM's KVTransferConfig that choose nothing here: they describe the consuming half, or buffers
+# that staging_* replaces. Accepted so that a command line written for vLLM runs unchanged.
 PASSIVE_FIELDS = (
     "engine_id",
     "kv_rank",
@@ -25,14 +26,6 @@ PASSIVE_FIELDS = (
     "kv_load_failure_policy",
     "enable_permute_local_kv",
 )
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A phrase for error messages: the known names, and the one that was probably meant."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}one of {', '.join(names)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Records as safetensors files: streamed under a temporary name, renamed when complete.
 
-Nothing partial is ever seen under a final name. Temporary files carry the token of the sink that writes them, and the
-sink holds a lock on a file of that token as long as it lives: a token whose lock can be taken belongs to a dead
-process, and its files are removed by the next sink that opens the folder.
+Nothing partial is ever seen under a final name. Temporary files carry the token of the sink that writes them,
+and the sink holds a lock on a file of that token as long as it lives: a token whose lock can be taken belongs
+to a dead process, and its files are removed by the next sink that opens the folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import secrets
 import weakref
 from pathlib import Path
 
-import numpy as np
 import torch
 import xxhash
 
@@ -105,7 +104,7 @@ class FileWriter(RecordWriter):
         self._layout = RecordLayout(spec.shape, spec.dtype, spec.has_scales, spec.metadata)
         self._begin = self._position = self._layout.begin[HIDDEN_STATES]
         self._digest = xxhash.xxh3_64()
-        self._scales: list[np.ndarray] = []  # type: ignore[type-arg]
+        self._scales: list[bytes] = []
         self._fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             self._ask_for_space()
@@ -127,12 +126,12 @@ class FileWriter(RecordWriter):
             self._digest.update(piece)
             self._position = _pwrite(self._fd, piece, self._position)
         if scales_T11 is not None:
-            self._scales.append(scales_T11.numpy().copy())
+            self._scales.append(scales_T11.numpy().tobytes())
 
     def commit(self) -> str:
         assert self._position == self._layout.total_bytes, "commit before all rows were written"
         tokens = self._spec.token_ids.numpy().tobytes()
-        scales = b"".join(part.tobytes() for part in self._scales)
+        scales = b"".join(self._scales)
         checksums = {TOKEN_IDS: xxhash.xxh3_64_intdigest(tokens)}
         if self._spec.has_scales:
             checksums[SCALES] = xxhash.xxh3_64_intdigest(scales)

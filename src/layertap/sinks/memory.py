@@ -17,7 +17,8 @@ _live_lock = threading.Lock()
 
 
 class MemorySink(Sink):
-    """Keeps records until :meth:`take` or :meth:`delete`. A later record of the same id replaces an earlier one."""
+    """Keeps records until :meth:`take` or :meth:`delete`. A later record of the same id replaces an earlier
+    one."""
 
     def __init__(self) -> None:
         self._records: dict[str, HiddenStates] = {}
