@@ -58,8 +58,9 @@ class EngineConfig:
     """Run model code that comes with a checkpoint."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    enforce_eager: bool = False
-    """Compile nothing: slower, but starts at once."""
+    enforce_eager: bool | None = None
+    """True compiles nothing: slower, but starts at once. None compiles the decoder layers on a GPU only, False on a
+    CPU, too."""
     load_format: str = "auto"
     """``auto`` reads the weights; ``dummy`` draws them at random from ``seed`` (for benchmarks)."""
     skip_tokenizer_init: bool = False
