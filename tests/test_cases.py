@@ -199,7 +199,7 @@ def test_case_11_extraction_changes_no_text(name: str, make_llm: Callable[..., L
 def test_case_14_large_bfloat16_values_stay_bit_equal_and_do_not_become_inf(
     make_llm: Callable[..., LLM],
 ) -> None:
-    llm = make_llm(dtype=torch.bfloat16, layers=[0])
+    llm = make_llm(weights=torch.bfloat16, layers=[0])
     embed = llm._core.verifier.model.get_input_embeddings().weight
     with torch.no_grad():
         embed[11, 3] = 1e5

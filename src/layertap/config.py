@@ -59,7 +59,8 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     enforce_eager: bool | None = None
-    """True compiles nothing: slower, but starts at once. None compiles the decoder layers on a GPU only, False on a
+    """True compiles nothing: slower, but starts at once. None compiles the decoder layers on a GPU only,
+    False on a
     CPU, too."""
     load_format: str = "auto"
     """``auto`` reads the weights; ``dummy`` draws them at random from ``seed`` (for benchmarks)."""

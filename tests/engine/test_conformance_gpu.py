@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from test_conformance import prompts_for
 
 import reference
 import tiny_models
 from layertap import LLM
-from test_conformance import prompts_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +41,8 @@ def plain(path: str, prompt: list[int], dtype: torch.dtype) -> torch.Tensor:
 def test_architectures_equal_transformers_on_a_gpu(
     name: str, dtype: torch.dtype, tolerance: float, make_llm: Callable[..., LLM], tiny: Callable[..., str]
 ) -> None:
-    path = tiny(name, dtype)
+    # Weights of usual size for bfloat16: larger ones amplify its rounding from layer to layer.
+    path = tiny(name, dtype, **({} if dtype is torch.float32 else {"initializer_range": 0.05}))
     layers = tiny_models.PACKED[name]().num_hidden_layers
     llm = make_llm(
         path,
@@ -59,9 +60,6 @@ def test_architectures_equal_transformers_on_a_gpu(
         for prompt, got in zip(order, llm.extract(order), strict=True):
             right = plain(path, prompt, dtype)
             for k in range(layers):
-                a, b = got.hidden_states[:, k].double(), right[:, k].double()
-                # Experts are chosen by a comparison: in half precision a token may go another way by rounding.
-                d = torch.linalg.vector_norm(a - b, dim=-1) / torch.linalg.vector_norm(b, dim=-1)
-                worst = d.max() if dtype is torch.float32 else d.median()
-                assert float(worst) < tolerance, f"boundary {k}: {float(worst):.1e}"
+                d = reference.difference(got.hidden_states[:, k], right[:, k])
+                assert d < tolerance, f"boundary {k}: {d:.1e}"
     assert llm.stats()["prefix_cache_hits"] > 100

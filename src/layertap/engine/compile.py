@@ -1,8 +1,8 @@
 """Decoder layers compiled with ``torch.compile``: one graph for all of them, with dynamic shapes.
 
-A layer's weights are inputs of the graph, and attention is an opaque operator that finds its caches through the layer
-that runs now; so nothing in the graph belongs to one layer, and a model of any depth compiles once for each kind of
-layer.
+A layer's weights are inputs of the graph, and attention is an opaque operator that finds its caches through
+the layer that runs now; so nothing in the graph belongs to one layer, and a model of any depth compiles once
+for each kind of layer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ torch.library.register_fake("layertap::attention", _attention_shape, lib=_librar
 
 def attention_of(layer: nn.Module) -> AttentionLayer | None:
     """The one attention layer inside a decoder layer; None if it has none or several."""
-    found = [a for m in layer.modules() if isinstance(a := m.__dict__.get("layertap_attention"), AttentionLayer)]
+    found = [
+        a for m in layer.modules() if isinstance(a := m.__dict__.get("layertap_attention"), AttentionLayer)
+    ]
     return found[0] if len(found) == 1 else None
 
 
@@ -94,7 +96,8 @@ def uncompile_layers(layers: nn.ModuleList) -> None:
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward without the wrappers that translate deprecated argument names, or recompute for training: they
+    """A forward without the wrappers that translate deprecated argument names, or recompute for training:
+    they
     break the graph."""
     while hasattr(function, "__wrapped__") and function.__globals__["__name__"] in _WRAPPERS:
         function = function.__wrapped__

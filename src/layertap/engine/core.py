@@ -439,7 +439,12 @@ class EngineCore:
         if self.connector is not None:
             self.connector.close(drain=False)
         self._collect()
+        self.connector = None  # it refers to the cache
         self.runner.close()
+        self._launched.clear()
+        self.verifier.close()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

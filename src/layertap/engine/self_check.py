@@ -70,7 +70,8 @@ def plain_states(verifier: Verifier, ids_T: torch.Tensor) -> list[torch.Tensor]:
 
 @contextmanager
 def _no_hooks_left(model: nn.Module) -> Iterator[None]:
-    """Take away the hooks with which the library records hidden states: they would stay, and slow every forward."""
+    """Take away the hooks with which the library records hidden states: they would stay, and slow every
+    forward."""
     before = {m: set(m._forward_hooks) for m in model.modules()}
     try:
         yield
