@@ -330,8 +330,21 @@ def test_extract_reads_prompts_only_as_far_ahead_as_the_buffer_allows(make_llm: 
 def test_greedy_text_of_the_real_model_equals_transformers(smollm2: LLM) -> None:
     import transformers
 
-    subjects = ["rivers", "bread", "the moon", "bicycles", "bees", "a library", "glass", "winter", "trains", "salt"]
-    prompts = [f"A short text about {s}:" for s in subjects] + [f"My favourite thing about {s} is" for s in subjects]
+    subjects = [
+        "rivers",
+        "bread",
+        "the moon",
+        "bicycles",
+        "bees",
+        "a library",
+        "glass",
+        "winter",
+        "trains",
+        "salt",
+    ]
+    prompts = [f"A short text about {s}:" for s in subjects] + [
+        f"My favourite thing about {s} is" for s in subjects
+    ]
     ours = smollm2.generate(prompts, SamplingParams(max_tokens=64, temperature=0.0))
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2._core.hf_path, dtype=torch.float32)
     tokenizer = smollm2.get_tokenizer()

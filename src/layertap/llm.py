@@ -391,6 +391,7 @@ class LLM:
         index: int,
         done: queue.SimpleQueue[tuple[int, RequestOutput]],
     ) -> OutputCollector:
+        self._loop.check()
         return OutputCollector(self._core, name, prompt, params, lambda output: done.put((index, output)))
 
     def _submit(self, collector: OutputCollector) -> None:
