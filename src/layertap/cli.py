@@ -25,8 +25,10 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _ClickError: type[Exception] = typer.BadParameter.__mro__[2]
 # Their flags are parsed elsewhere, or take values that may look like flags.
 _OWN_FLAGS = ("serve",)
-_EPILOG = "Start here: layertap extract smollm2 --prompt 'The future of AI is' --layers eagle3 --output
-states" _OPTIONAL = ("serve", "bench")
+_EPILOG = (
+    "Start here: layertap extract smollm2 --prompt 'The future of AI is' --layers eagle3 --output states"
+)
+_OPTIONAL = ("serve", "bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -114,8 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output has gone; there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as e:  # noqa: BLE001 - the last resort of a program: told in one line, with a traceback
-    on request
+    except Exception as e:  # noqa: BLE001 - the last resort of a program: told in one line
         return _report(e, 1)
     return result if isinstance(result, int) else 0
 

@@ -55,8 +55,8 @@ def extract(
     layers: Annotated[
         str,
         typer.Option(
-            help="Which states to keep: k is after k layers (0: the embeddings, -1: after the last one), 'norm' "
-            "after the final norm, 'all', or 'eagle3'. Several are separated by commas.",
+            help="Which states to keep: k is after k layers (0: the embeddings, -1: after the last one), "
+            "'norm' after the final norm, 'all', or 'eagle3'. Several are separated by commas.",
             metavar="IDS",
         ),
     ],
@@ -70,8 +70,8 @@ def extract(
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="File of prompts: .jsonl lines with 'prompt', 'prompt_token_ids' or 'messages' (and perhaps an "
-            "'id', which names the file), or text with one prompt a line; - is standard input.",
+            help="File of prompts: .jsonl lines with 'prompt', 'prompt_token_ids' or 'messages' (and perhaps "
+            "an 'id', which names the file), or text with one prompt a line; - is standard input.",
             metavar="FILE",
         ),
     ] = None,
@@ -222,8 +222,8 @@ def _run(
         _print_table(summary, shown)
     if summary.failed:
         raise CommandFailedError(
-            f"{summary.failed} of {summary.prompts} prompts failed; correct them as told above and run the same "
-            "command again: complete files are kept"
+            f"{summary.failed} of {summary.prompts} prompts failed; correct them as told above and run the "
+            "same command again: complete files are kept"
         )
 
 

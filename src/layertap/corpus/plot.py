@@ -83,7 +83,7 @@ def plot_norms(
     if binned_TL.size <= _MOST_NUMBERS:
         for (x, y), value in np.ndenumerate(binned_TL):
             shade = float(scale(value))
-            axes.text(x, y, f"{value:.3g}", ha="center", va="center", fontsize=8,
+            axes.text(x, y, _number(value), ha="center", va="center", fontsize=8,
                       color="black" if shade > 0.6 else "white")  # fmt: skip
     _label_tokens(axes, positions, bin_size, columns, width)
     step = max(1, round(n_layers / (height * 3.2)))
@@ -103,6 +103,10 @@ def plot_norms(
         raise InvalidInputError(
             "--plot", os.fspath(path), f"a file that can be written ({e.strerror})"
         ) from None
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _binned(norms_TL: np.ndarray) -> tuple[np.ndarray, int]:
@@ -149,4 +153,4 @@ def _label_log_bar(bar: Any, low: float, high: float) -> None:
     if len(ticks) > 1:
         bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
         bar.ax.yaxis.set_minor_locator(NullLocator())
-        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
