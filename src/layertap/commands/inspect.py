@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from layertap.corpus.statistics import RecordStatistics
 
 _NORMS_SHOWN = 6
+_FILE_WIDTH = 120  # of a table that goes to a file or a pipe
 EPILOG = "Examples:\n\nlayertap inspect states\n\nlayertap inspect states/req-1.safetensors --plot norms.png"
 
 
@@ -144,17 +145,18 @@ class _Table:
     """One row for each file."""
 
     def __init__(self, title: str) -> None:
+        from rich import box
         from rich.table import Table
 
         self.notes: list[str] = []
         self._models: set[str] = set()
-        self._table = Table(title=title, caption_justify="left")
-        self._table.add_column("file (.safetensors)", overflow="fold", min_width=25)
+        self._table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+        self._table.add_column("file (.safetensors)", overflow="fold", min_width=12)
         for name in ("tokens", "layers", "dtype"):
-            self._table.add_column(name, justify="right")
-        self._table.add_column("layer: mean norm")
-        self._table.add_column("largest |x|")
-        self._table.add_column("checksum")
+            self._table.add_column(name, justify="right", no_wrap=True)
+        self._table.add_column("layer: mean norm", no_wrap=True)
+        self._table.add_column("largest |x|", no_wrap=True)
+        self._table.add_column("checksum", overflow="fold")
 
     def add(self, status: RecordStatus, statistics: RecordStatistics | None) -> None:
         from rich.markup import escape
@@ -172,7 +174,7 @@ class _Table:
             str(status.check.shape[1]),
             _dtype(status),
             _norms(names, statistics.mean_norms),
-            f"{abs(outlier.value):,.4g}\nlayer {names[outlier.column]}, position {outlier.position:,}",
+            f"{_number(abs(outlier.value))} in layer {names[outlier.column]}\nat position {outlier.position:,}",
             "[green]ok[/]" if status.check.checksummed else "none in the file",
         )
 
@@ -180,11 +182,17 @@ class _Table:
         from rich.console import Console
 
         console = Console()
+        if not console.is_terminal:
+            console.width = max(console.width, _FILE_WIDTH)
         if self._models:
             self._table.caption = f"model: {', '.join(sorted(self._models))}"
         console.print(self._table)
         for note in self.notes:
             console.print(note, highlight=False, soft_wrap=True)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:.4g}"
 
 
 def _norms(names: list[str], means: list[float]) -> str:
@@ -194,5 +202,5 @@ def _norms(names: list[str], means: list[float]) -> str:
     if count > _NORMS_SHOWN:
         shown = [round(i * (count - 1) / (_NORMS_SHOWN - 1)) for i in range(_NORMS_SHOWN)]
     width = max(len(names[i]) for i in shown)
-    cells = [f"{names[i]:>{width}}: {means[i]:<7,.4g}" for i in shown]
+    cells = [f"{names[i]:>{width}}: {_number(means[i]):<7}" for i in shown]
     return "\n".join(" ".join(cells[i : i + 2]).rstrip() for i in range(0, len(cells), 2))

@@ -87,7 +87,7 @@ def plot_norms(
                       color="black" if shade > 0.6 else "white")  # fmt: skip
     _label_tokens(axes, positions, bin_size, columns, width)
     step = max(1, round(n_layers / (height * 3.2)))
-    ticks = list(range(0, n_layers, step))
+    ticks = [*range(0, n_layers - max(1, step // 2), step), n_layers - 1]
     axes.set_yticks(ticks, [layer_names[i] for i in ticks])
     axes.set_ylabel("layer id")
     bar = figure.colorbar(image, ax=axes, pad=0.015, fraction=0.06, aspect=max(8, 5 * height / 1.6))
