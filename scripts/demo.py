@@ -37,7 +37,9 @@ def largest_difference(paths: list[str]) -> float:
         from layertap.engine.loader import prepare_source
         from layertap.record import read_record
 
-        reference = AutoModelForCausalLM.from_pretrained(prepare_source(MODEL).path, dtype=torch.float32).eval()
+        reference = AutoModelForCausalLM.from_pretrained(
+            prepare_source(MODEL).path, dtype=torch.float32
+        ).eval()
         n = reference.config.num_hidden_layers
         largest = 0.0
         for path in paths:
@@ -49,7 +51,9 @@ def largest_difference(paths: list[str]) -> float:
                     if layer_id == n:  # transformers gives the last boundary only after the final norm
                         states = reference.model.norm(states)
                     wanted = expected[n if layer_id == "norm" else layer_id][0]
-                    largest = max(largest, float(((states - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()))
+                    largest = max(
+                        largest, float(((states - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+                    )
     return largest
 
 
@@ -57,8 +61,9 @@ def main() -> None:
     shutil.rmtree(OUTPUT, ignore_errors=True)
     OUTPUT.mkdir()
     lines = run(
-        "extract", MODEL, "--prompts", str(PROMPTS.relative_to(ROOT)), "--layers", "eagle3", "--dtype", "float32",
-        "--output", str(STATES.relative_to(ROOT)), "--output-format", "json", capture=True,
+        "extract", MODEL, "--prompts", str(PROMPTS.relative_to(ROOT)), "--layers", "eagle3",
+        "--dtype", "float32", "--output", str(STATES.relative_to(ROOT)),
+        "--output-format", "json", capture=True,
     )  # fmt: skip
     results = [json.loads(line) for line in lines.splitlines()]
     summary = results.pop()["summary"]
@@ -67,8 +72,8 @@ def main() -> None:
     difference = largest_difference([str(ROOT / p) for p in paths])
     run("verify", str(STATES.relative_to(ROOT)))
     run("inspect", str(STATES.relative_to(ROOT)), "--plot", str(HEAT_MAP.relative_to(ROOT)))
-    rate = f"{summary['tokens']} tokens in {summary['seconds']:.2f} s: {summary['tokens_per_second']:,.0f} tokens/s"
-    print(f"\n{rate}")
+    tokens, seconds, rate = (summary[name] for name in ("tokens", "seconds", "tokens_per_second"))
+    print(f"\n{tokens} tokens in {seconds:.2f} s: {rate:,.0f} tokens/s")
     print(f"largest relative difference to transformers (float32, every token and layer): {difference:.1e}")
     print(f"heat map: {HEAT_MAP}")
 

@@ -154,8 +154,8 @@ class _Table:
         self._table.add_column("file (.safetensors)", overflow="fold", min_width=12)
         for name in ("tokens", "layers", "dtype"):
             self._table.add_column(name, justify="right", no_wrap=True)
-        self._table.add_column("layer: mean norm", no_wrap=True)
-        self._table.add_column("largest |x|", no_wrap=True)
+        self._table.add_column("layer: mean norm")
+        self._table.add_column("largest |x|")
         self._table.add_column("checksum", overflow="fold")
 
     def add(self, status: RecordStatus, statistics: RecordStatistics | None) -> None:
