@@ -67,8 +67,8 @@ def test_help_imports_no_torch() -> None:
     code = """
 import sys
 from layertap.cli import main
-for arguments in (["--help"], ["extract", "--help"], ["inspect", "--help"], ["verify", "--help"], ["--version"]):
-    assert main(arguments) == 0
+for arguments in ("--help", "extract --help", "inspect --help", "verify --help", "--version"):
+    assert main(arguments.split()) == 0
 assert not {"torch", "transformers", "numpy"} & set(sys.modules), "heavy imports for a page of help"
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -99,36 +99,24 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "extract" in capsys.readouterr().out
 
 
+ONE = ["extract", "m", "--layers", "1", "--output", "o"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["extarct"], "extarct"),
         (["extract", "m"], "--layers"),
-        (["extract", "m", "--layers", "1", "--output", "o"], "--prompt"),
-        (
-            ["extract", "m", "--layers", "1", "--output", "o", "--prompt", "a", "--prompts", "b"],
-            "exactly one",
-        ),
-        (["extract", "m", "--layers", "1", "--output", "o", "--prompt", "a", "--layer", "2"], "--layer"),
-        (["extract", "m", "--layers", "1", "--output", "o", "--prompt", "a", "--max-tokens", "many"], "--max-tokens"),
-        (["extract", "m", "--layers", "1", "--output", "o", "--prompt", "a", "--tokens", "some"], "--tokens"),
-        (
-            ["extract", "m", "--layers", "1", "--output", "o", "--prompt", "a", "--storage-dtype", "int4"],
-            "int4",
-        ),
-        (
-            ["extract", "m", "--layers", "1", "--output", "o", "--prompt", "a", "--output-format", "xml"],
-            "xml",
-        ),
-        (
-            ["extract", "m", "--layers", "1", "--output", "o", "--prompt", "a", "--prompts-format", "xml"],
-            "xml",
-        ),
-        (
-            ["extract", "m", "--layers", "1", "--output", "o", "--prompt", "a", "--include-output-tokens"],
-            "max-tokens",
-        ),
-        (["extract", "m", "--layers", "1", "--output", "o", "--prompts", "none.jsonl"], "none.jsonl"),
+        (ONE, "--prompt"),
+        ([*ONE, "--prompt", "a", "--prompts", "b"], "exactly one"),
+        ([*ONE, "--prompt", "a", "--layer", "2"], "--layer"),
+        ([*ONE, "--prompt", "a", "--max-tokens", "many"], "--max-tokens"),
+        ([*ONE, "--prompt", "a", "--tokens", "some"], "--tokens"),
+        ([*ONE, "--prompt", "a", "--storage-dtype", "int4"], "int4"),
+        ([*ONE, "--prompt", "a", "--output-format", "xml"], "xml"),
+        ([*ONE, "--prompt", "a", "--prompts-format", "xml"], "xml"),
+        ([*ONE, "--prompt", "a", "--include-output-tokens"], "max-tokens"),
+        ([*ONE, "--prompts", "none.jsonl"], "none.jsonl"),
         (["inspect", "none"], "none"),
         (["inspect", ".", "--plot", "x.xyz"], "--plot"),
         (["verify", "none"], "none"),
