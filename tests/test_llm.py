@@ -352,7 +352,7 @@ def test_greedy_text_of_the_real_model_equals_transformers(smollm2: LLM) -> None
         got = output.outputs[0].token_ids
         inputs = tokenizer(prompt, return_tensors="pt")
         n = inputs["input_ids"].shape[1]
-        # Greedy decoding takes the most likely token after each prefix: one forward over the whole text shows all.
+        # Greedy decoding takes the most likely token after each prefix: one forward over the text shows all.
         with torch.inference_mode():
             whole = torch.cat([inputs["input_ids"], torch.tensor([got])], dim=1)
             assert model(input_ids=whole).logits[0, n - 1 : -1].argmax(-1).tolist() == got

@@ -84,8 +84,7 @@ class EngineConfig:
             raise InvalidInputError(
                 "model", self.model, "a Hugging Face id, a local folder, a .gguf file or 'smollm2'"
             )
-        if not isinstance(self.dtype, str):
-            self.dtype = str(self.dtype).removeprefix("torch.")
+        self.dtype = str(self.dtype).removeprefix("torch.")
         if self.dtype not in DTYPES:
             raise InvalidInputError("dtype", self.dtype, ", ".join(DTYPES))
         self.dtype = {"half": "float16", "float": "float32"}.get(self.dtype, self.dtype)

@@ -30,7 +30,7 @@ class _Active(threading.local):
 
 _active = _Active()
 
-_library = torch.library.Library("layertap", "FRAGMENT")
+_library: Any = torch.library.Library("layertap", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("attention(Tensor query, Tensor key, Tensor value) -> Tensor")
 
 
@@ -73,8 +73,8 @@ def compile_layers(layers: nn.ModuleList) -> bool:
         for part in layer.modules():
             plain = _plain(type(part).forward)
             if plain is not type(part).forward:
-                part.forward = types.MethodType(plain, part)  # type: ignore[method-assign]
-        layer.forward = _bound(kinds[kind], layer)  # type: ignore[method-assign]
+                part.forward = types.MethodType(plain, part)
+        layer.forward = _bound(kinds[kind], layer)
     return True
 
 
