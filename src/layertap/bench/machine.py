@@ -12,6 +12,15 @@ _PACKAGES = ("layertap", "torch", "transformers", "safetensors", "numpy", "vllm"
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
 
 
+def has_matrix_units(dtype: str) -> bool:
+    """Whether this CPU has matrix units for a half-precision dtype."""
+    import torch
+
+    from layertap.engine.cpu_linear import has_fast_matmul
+
+    return dtype in ("bfloat16", "float16") and has_fast_matmul(getattr(torch, dtype))
+
+
 def describe_machine() -> dict[str, Any]:
     """Facts for the head of a result file."""
     import torch

@@ -40,6 +40,7 @@ def torch_engine(workload: Workload, output: Path, extract: bool) -> Run:
         max_num_batched_tokens=workload.token_budget,
         enable_prefix_caching=workload.prefix_caching,
         skip_tokenizer_init=True,
+        enforce_eager=None if not workload.compiled else False,
         **options,
     )
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)

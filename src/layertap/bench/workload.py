@@ -29,6 +29,8 @@ class Workload:
     vocab_size: int = 49152
     seed: int = 0
     prefix_caching: bool = False
+    compiled: bool = False
+    """Whether the embedded engine compiles its layers on a CPU."""
 
     @property
     def prompts(self) -> list[list[int]]:

@@ -28,6 +28,13 @@ def bench(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     token_budget: Annotated[int, typer.Option(help="Tokens a step.", min=16)] = 2048,
     repeat: Annotated[int, typer.Option(help="Measured runs of each way, after a warm-up.", min=1)] = 3,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Compile the engine's layers; default: where the CPU has matrix units for the dtype.",
+        ),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(help="OpenMP threads; default: the libraries' own choice.", min=1)
     ] = None,
@@ -46,6 +53,7 @@ def bench(
     from rich.table import Table
 
     from layertap.bench import report
+    from layertap.bench.machine import has_matrix_units
     from layertap.bench.suites import PEERS, SUITES, BenchOptions, base_workload, run_suite
     from layertap.config import nearest
     from layertap.errors import InvalidInputError
@@ -67,6 +75,7 @@ def bench(
         max_tokens=max_tokens,
         dtype=dtype,
         token_budget=token_budget,
+        compiled=compiled if compiled is not None else has_matrix_units(dtype),
     )
     console.print(workload.describe(), highlight=False)
     options = BenchOptions(chosen, repeat, vllm_python or sys.executable, threads)

@@ -216,12 +216,14 @@ def load_model(
         try:
             with torch.device(device):
                 model = (
-                    builder._from_config(hf_config, dtype=dtype) if cls else builder.from_config(hf_config)
+                    builder._from_config(hf_config, dtype=dtype, attn_implementation="eager")
+                    if cls
+                    else builder.from_config(hf_config)
                 )
         finally:
             torch.set_default_dtype(previous)
     else:
-        kwargs: dict[str, Any] = dict(source.kwargs)
+        kwargs: dict[str, Any] = {**source.kwargs, "attn_implementation": "eager"}
         if source.gguf_file:
             kwargs["quantization_config"] = transformers.GgufConfig(dequantize=True)
         if cls is None:

@@ -1,8 +1,9 @@
 """Right, or refused: a few tokens through the engine's path against the model's own plain forward, at start.
 
-The plain forward runs each sequence by itself with the model's own code and ``output_hidden_states=True``.
-The packed path runs the same tokens as a flat batch of two sequences of which one comes in two chunks, so
-that positions, masks, cache reads and output selection all take part.
+The plain forward runs each sequence by itself with the model's own code, its own ("eager") attention and
+``output_hidden_states=True``; faster attention back ends of the library have ignored soft caps and sinks
+before. The packed path runs the same tokens as a flat batch of two sequences of which one comes in two
+chunks, so that positions, masks, cache reads and output selection all take part.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from layertap.engine.attention import IMPLEMENTATION, BatchLayout
-from layertap.engine.plan import NotPacked, attention_implementation
+from layertap.engine.plan import NotPacked, attention_implementation, set_attention_implementation
 from layertap.engine.taps import Taps
 from layertap.errors import UnsupportedModelError
 from layertap.layers import NORM, LayerId
@@ -43,13 +44,15 @@ def _ids(verifier: Verifier) -> list[LayerId]:
     return [*range(len(verifier.layers)), NORM]
 
 
-def plain_states(verifier: Verifier, ids_T: torch.Tensor) -> list[torch.Tensor]:
+def plain_states(
+    verifier: Verifier, ids_T: torch.Tensor, implementation: str = "eager"
+) -> list[torch.Tensor]:
     """The states that the model's own forward reports, as [T, H] for each id of :func:`_ids`.
 
     Raises:
         UnsupportedModelError: it reports none, or not one for each boundary.
     """
-    with _no_hooks_left(verifier.decoder):
+    with _no_hooks_left(verifier.decoder), attention_implementation(verifier.model, implementation):
         out = verifier.decoder(input_ids=ids_T[None], use_cache=False, output_hidden_states=True)
     states = getattr(out, "hidden_states", None)
     name = type(verifier.model).__name__
@@ -156,6 +159,17 @@ def check_packed(verifier: Verifier, with_logits: bool) -> None:
                 raise NotPacked(f"a flat batch gives other logits (relative difference {d:.1e})")
 
 
+def _sdpa_is_right(verifier: Verifier, ids_T: torch.Tensor, plain: list[torch.Tensor]) -> bool:
+    """Whether the library's fused attention gives this model's states; it needs less memory than "eager"."""
+    if not getattr(verifier.model, "_supports_sdpa", False):
+        return False
+    try:
+        fused = plain_states(verifier, ids_T, "sdpa")
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        return False
+    return all(difference(f, p) <= _tolerance(verifier) for f, p in zip(fused, plain, strict=True))
+
+
 @torch.inference_mode()
 def check_alone(verifier: Verifier, with_logits: bool) -> bool:
     """Compare the taps of a sequence-by-sequence run with the plain forward.
@@ -171,6 +185,8 @@ def check_alone(verifier: Verifier, with_logits: bool) -> bool:
     if not all(bool(torch.isfinite(s).all()) for s in plain):
         return False
     name = type(verifier.model).__name__
+    if _sdpa_is_right(verifier, ids, plain):
+        set_attention_implementation(verifier.model, "sdpa")
 
     def run(parts: list[torch.Tensor]) -> list[torch.Tensor]:
         rows: list[list[torch.Tensor]] = [[] for _ in _ids(verifier)]

@@ -13,7 +13,7 @@ from torch import nn
 from layertap.config import EngineConfig
 from layertap.engine import loader
 from layertap.engine.attention import IMPLEMENTATION, AttentionLayer, BatchLayout, StepState
-from layertap.engine.cpu_linear import use_float32_matmul
+from layertap.engine.cpu_linear import release_linear_layers, suit_linear_layers
 from layertap.engine.plan import NotPacked, plan_attention, position_arguments, set_attention_implementation
 from layertap.errors import InvalidInputError
 
@@ -63,6 +63,7 @@ class Verifier:
 
     def close(self) -> None:
         """Drop the weights and the KV cache."""
+        release_linear_layers(self.layers)
         self.model = None
         self.decoder = nn.Module()
         self.layers = nn.ModuleList()
@@ -241,5 +242,5 @@ def load_verifier(
             "" if verifier.incremental else " (each generated token computes its sequence again)",
         )
     if device.type == "cpu":
-        use_float32_matmul(layers, verifier.dtype)
+        suit_linear_layers(layers, verifier.dtype)
     return verifier
