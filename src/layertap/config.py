@@ -32,10 +32,12 @@ class EngineConfig:
     layers: LayerSpec | None = None
     """Boundaries to tap (see :mod:`layertap.layers`); None taps nothing."""
     dtype: str = "auto"
-    """Of weights and activations; ``auto`` takes the checkpoint's (float16 and bfloat16 become float32 on a CPU without
+    """Of weights and activations; ``auto`` takes the checkpoint's (float16 and bfloat16 become float32 on a
+    CPU without
     fast half-precision only if asked for)."""
     max_model_len: int | None = None
-    """Longest sequence, prompt and output together. None: the model's own limit, or what fits into the cache."""
+    """Longest sequence, prompt and output together. None: the model's own limit, or what fits into the cache.
+    Longest sequence, prompt and output together. None: the model's own limit, or what fits into the cache."""
     max_num_batched_tokens: int | None = None
     """Tokens computed in one step. None: 2048 on a CPU, 16384 on a GPU."""
     max_num_seqs: int = 256
@@ -45,7 +47,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse the blocks of prompts that begin alike."""
     kv_cache_memory_bytes: int | None = None
-    """Memory of the KV cache and the hidden-state cache together. None: on a GPU what ``gpu_memory_utilization``
+    """Memory of the KV cache and the hidden-state cache together. None: on a GPU what
+    ``gpu_memory_utilization``
     leaves after the model and a profiling step, on a CPU a tenth of the machine's memory, at most 2 GiB."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that the engine may use."""
@@ -76,7 +79,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise InvalidInputError("model", self.model, "a Hugging Face id, a local folder, a .gguf file or 'smollm2'")
+            raise InvalidInputError(
+                "model", self.model, "a Hugging Face id, a local folder, a .gguf file or 'smollm2'"
+            )
         if not isinstance(self.dtype, str):
             self.dtype = str(self.dtype).removeprefix("torch.")
         if self.dtype not in DTYPES:
@@ -90,12 +95,16 @@ class EngineConfig:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidInputError("seed", self.seed, "an integer")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise InvalidInputError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
+            raise InvalidInputError(
+                "gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1"
+            )
         if self.load_format not in ("auto", "dummy", "safetensors", "gguf"):
             raise InvalidInputError("load_format", self.load_format, "auto, safetensors, gguf or dummy")
         if self.tensor_parallel_size != 1:
             raise InvalidInputError(
-                "tensor_parallel_size", self.tensor_parallel_size, "1 with engine='torch'; use engine='vllm' for more"
+                "tensor_parallel_size",
+                self.tensor_parallel_size,
+                "1 with engine='torch'; use engine='vllm' for more",
             )
         if self.extract_only and self.layers is None:
             raise InvalidInputError("extract_only", True, "only together with layers")
@@ -122,11 +131,14 @@ def layers_of_speculative_config(config: Mapping[str, Any]) -> list[int | str]:
     """The tapped layers in vLLM's ``speculative_config``.
 
     Raises:
-        InvalidInputError: another method, or no ``draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids``.
+        InvalidInputError: another method, or no
+        ``draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids``.
     """
     name = "speculative_config"
     if not isinstance(config, Mapping):
-        raise InvalidInputError(name, config, "an object with method, num_speculative_tokens and draft_model_config")
+        raise InvalidInputError(
+            name, config, "an object with method, num_speculative_tokens and draft_model_config"
+        )
     known = {"method", "num_speculative_tokens", "draft_model_config"}
     for key in config:
         if key not in known:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from layertap.outputs import RequestOutput
+
 
 class LayertapError(Exception):
     """Base of every error of this package that is not plain wrong input."""
@@ -41,7 +46,28 @@ class ExtractionError(LayertapError, RuntimeError):
         self.request_id = request_id
         self.reason = reason
         self.kind = kind
+        self.outputs: list[RequestOutput] = []
+        """From ``LLM.generate``: the outputs of the whole call."""
 
 
 class UnsupportedModelError(LayertapError, RuntimeError):
     """The model cannot be run here with a result that is known to be right. The message says why."""
+
+
+class CorruptRecordError(LayertapError, ValueError):
+    """A file is not a complete, intact record of hidden states. The message names the file and what is wrong.
+
+    Args:
+        path: the file.
+        problem: what is wrong with it, as a phrase ("the header is cut off after 12 of 480 bytes").
+    """
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = str(path)
+        self.problem = problem
+
+
+class HandleNotFoundError(LayertapError, LookupError):
+    """Nothing is stored under a handle, or did not appear in time. The message names the handle and what to
+    do."""

@@ -1,8 +1,8 @@
 """Layer numbering: ids of boundaries of the residual stream, and their parsing.
 
-A layer id names a boundary, as in vLLM's ``eagle_aux_hidden_state_layer_ids``: 0 is the embeddings (the input of
-decoder layer 0), k is the state after k decoder layers, N (``num_hidden_layers``) is the state after the last layer
-and before the final norm, and ``"norm"`` is the state after the final norm.
+A layer id names a boundary, as in vLLM's ``eagle_aux_hidden_state_layer_ids``: 0 is the embeddings (the input
+of decoder layer 0), k is the state after k decoder layers, N (``num_hidden_layers``) is the state after the
+last layer and before the final norm, and ``"norm"`` is the state after the final norm.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ NORM: Literal["norm"] = "norm"
 LayerId = int | Literal["norm"]
 LayerSpec = str | int | Sequence[int | str]
 
-NORM_CONVENTION = "ids are boundaries of the residual stream; id N is before the final norm, 'norm' is after it"
+NORM_CONVENTION = (
+    "ids are boundaries of the residual stream; id N is before the final norm, 'norm' is after it"
+)
 
 
 def eagle3_layers(num_hidden_layers: int) -> tuple[int, ...]:
-    """The boundaries that EAGLE-3 drafts are trained on: three aux states and the last one, ``[2, N//2, N-3, N]``."""
+    """The boundaries that EAGLE-3 drafts are trained on: three aux states and the last one, ``[2, N//2, N-3,
+    N]``."""
     n = num_hidden_layers
     return (2, n // 2, n - 3, n)
 
@@ -30,8 +33,8 @@ def parse_layers(spec: LayerSpec, num_hidden_layers: int, field_name: str = "lay
     """Turn what a user wrote into layer ids, in the order and with the duplicates that were asked for.
 
     Args:
-        spec: ``"all"``, ``"eagle3"``, ``"norm"``, ``"3,18,-1"``, one int, or a sequence of ints and ``"norm"``.
-            Negative ids count from N: -1 is N, the state after the last layer.
+        spec: ``"all"``, ``"eagle3"``, ``"norm"``, ``"3,18,-1"``, one int, or a sequence of ints and
+            ``"norm"``. Negative ids count from N: -1 is N, the state after the last layer.
         num_hidden_layers: N, the number of decoder layers of the verifier.
         field_name: the name used in error messages.
 
@@ -61,7 +64,9 @@ def parse_layers(spec: LayerSpec, num_hidden_layers: int, field_name: str = "lay
                 continue
             if word == "eagle3":
                 if n < 4:
-                    raise InvalidInputError(field_name, item, f"'eagle3' needs at least 4 layers; this model has {n}")
+                    raise InvalidInputError(
+                        field_name, item, f"'eagle3' needs at least 4 layers; this model has {n}"
+                    )
                 ids.extend(eagle3_layers(n))
                 continue
             if word == NORM:
@@ -90,8 +95,8 @@ def format_layers(ids: Sequence[LayerId]) -> str:
 class ServedLayers:
     """The layers an engine taps: the order that was asked for, and the columns that the cache really holds.
 
-    The cache holds each boundary once, in depth order (``norm`` last). Order and duplicates are made when states
-    are copied out.
+    The cache holds each boundary once, in depth order (``norm`` last). Order and duplicates are made when
+    states are copied out.
     """
 
     ids: tuple[LayerId, ...]

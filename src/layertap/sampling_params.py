@@ -13,8 +13,8 @@ from layertap.errors import InvalidInputError
 class SamplingParams:
     """Sampling parameters of one request.
 
-    With ``max_tokens=0`` nothing is generated: the prompt is prefilled, its hidden states are delivered, and neither
-    the final norm nor the output head runs.
+    With ``max_tokens=0`` nothing is generated: the prompt is prefilled, its hidden states are delivered, and
+    neither the final norm nor the output head runs.
     """
 
     n: int = 1
@@ -46,7 +46,8 @@ class SamplingParams:
     detokenize: bool = True
     """Produce text. Off saves time where only states or ids are wanted."""
     kv_transfer_params: Mapping[str, Any] | None = None
-    """What to keep of this request's hidden states: ``layers``, ``tokens``, ``include_output_tokens``, ``dtype``."""
+    """What to keep of this request's hidden states: ``layers``, ``tokens``, ``include_output_tokens``,
+    ``dtype``."""
     extra_args: Mapping[str, Any] | None = None
     """vLLM's way to pass ``{"kv_transfer_params": {...}}``; merged into :attr:`kv_transfer_params`."""
 
@@ -85,13 +86,16 @@ class SamplingParams:
         self.stop_strings = strings
         ids = self.stop_token_ids
         if ids is not None and (
-            isinstance(ids, str | bytes) or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids)
+            isinstance(ids, str | bytes)
+            or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids)
         ):
             raise InvalidInputError("stop_token_ids", ids, "a list of token ids")
         if self.extra_args:
             unknown = set(self.extra_args) - {"kv_transfer_params"}
             if unknown:
-                raise InvalidInputError("extra_args", dict(self.extra_args), "only the key 'kv_transfer_params'")
+                raise InvalidInputError(
+                    "extra_args", dict(self.extra_args), "only the key 'kv_transfer_params'"
+                )
             given = self.extra_args.get("kv_transfer_params")
             if given is not None:
                 if not isinstance(given, Mapping):

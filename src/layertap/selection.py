@@ -20,7 +20,8 @@ _TOKENS_ALLOWED = "'all', 'last', {'start': a, 'end': b}, a slice without a step
 
 
 def parse_tokens(spec: object, field_name: str = "kv_transfer_params.tokens") -> TokenSpec:
-    """Check a token selection. Positions that need the sequence's length are checked in :meth:`Selection.positions`.
+    """Check a token selection. Positions that need the sequence's length are checked in
+    :meth:`Selection.positions`.
 
     Raises:
         InvalidInputError: the selection is none of the allowed forms.
@@ -72,7 +73,9 @@ class Selection:
             raise InvalidInputError(prefix, params, "an object")
         for name in params:
             if name not in FIELDS and name not in PASSIVE_FIELDS:
-                raise InvalidInputError(f"{prefix}.{name}", params[name], f"only the fields {', '.join(FIELDS)}")
+                raise InvalidInputError(
+                    f"{prefix}.{name}", params[name], f"only the fields {', '.join(FIELDS)}"
+                )
         layers = params.get("layers")
         ids = served.ids
         if layers is not None:
@@ -93,7 +96,8 @@ class Selection:
         return cls(ids, served.columns_of(ids), parse_tokens(params.get("tokens")), include, dtype)
 
     def check_length(self, num_tokens: int) -> None:
-        """Refuse a selection that keeps nothing of, or reaches outside, a sequence of at least ``num_tokens`` tokens.
+        """Refuse a selection that keeps nothing of, or reaches outside, a sequence of at least ``num_tokens``
+        tokens.
 
         Raises:
             InvalidInputError: naming the positions that exist.
@@ -110,7 +114,9 @@ class Selection:
         if isinstance(self.tokens, slice):
             kept = range(*self.tokens.indices(num_tokens))
             if not kept:
-                raise InvalidInputError(name, self.tokens, f"a slice that keeps at least one of {num_tokens} tokens")
+                raise InvalidInputError(
+                    name, self.tokens, f"a slice that keeps at least one of {num_tokens} tokens"
+                )
             return kept
         assert isinstance(self.tokens, tuple)
         for p in self.tokens:

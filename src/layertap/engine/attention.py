@@ -1,7 +1,7 @@
 """Attention over a flat batch of tokens and a paged KV cache, behind ``transformers``' attention interface.
 
-Shape suffixes: 1 a batch of one, T tokens of the step, n tokens of one sequence in the step, m tokens of that sequence
-so far (context + n), Q query heads, K key/value heads, D key dim, V value dim.
+Shape suffixes: 1 a batch of one, T tokens of the step, n tokens of one sequence in the step, m tokens of that
+sequence so far (context + n), Q query heads, K key/value heads, D key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 IMPLEMENTATION = "layertap"
 
-# Scores of one query block are materialised where no fused kernel does the job: at most this many elements at a time.
+# Scores of one query block are materialised where no fused kernel does the job: at most this many elements
+# at a time.
 _MAX_SCORE_ELEMENTS = 1 << 25
 
 
@@ -27,9 +28,11 @@ class BatchLayout:
     query_starts: list[int]
     """First flat index of each sequence, and T at the end."""
     context_lens: list[int]
-    """Tokens of each sequence that earlier steps (or other requests with the same prefix) have put into the cache."""
+    """Tokens of each sequence that earlier steps (or other requests with the same prefix) have put into the
+    cache."""
     slots: list[torch.Tensor | None]
-    """For each sequence with a context: [m] int64, the slots of all its tokens in order; None where there is none."""
+    """For each sequence with a context: [m] int64, the slots of all its tokens in order; None where there is
+    none."""
     cu_seqlens_q: torch.Tensor | None = None
     """[S + 1] int32 on the device: ``query_starts``; for the variable-length kernel."""
     cu_seqlens_k: torch.Tensor | None = None
@@ -168,7 +171,9 @@ class AttentionLayer:
                 outs.append(self._attend_scores(q, k, v, mask))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
-    def _attend_scores(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _attend_scores(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -192,7 +197,8 @@ def attention_forward(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The entry that ``transformers`` calls: query [1, Q, T, D], key [1, K, T, D], value [1, K, T, V] -> [1, T, Q, V].
+    """The entry that ``transformers`` calls: query [1, Q, T, D], key [1, K, T, D], value [1, K, T, V] -> [1,
+    T, Q, V].
 
     What the keyword arguments say was learned once, at start, by :mod:`layertap.engine.plan`.
     """

@@ -1,4 +1,5 @@
-"""Fixed-size blocks, shared by the KV cache and the hidden-state cache, with reference counts and prefix reuse."""
+"""Fixed-size blocks, shared by the KV cache and the hidden-state cache, with reference counts and prefix
+reuse."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from collections.abc import Sequence
 class BlockPool:
     """Hands out block ids ``0..num_blocks-1``.
 
-    A block with no references stays known by its hash until it is needed for something else; the least recently
-    freed one goes first. A prefix hit takes such a block back, with the keys, values and hidden states in it.
+    A block with no references stays known by its hash until it is needed for something else; the least
+    recently freed one goes first. A prefix hit takes such a block back, with the keys, values and hidden
+    states in it.
     """
 
     def __init__(self, num_blocks: int, enable_prefix_caching: bool = True) -> None:
@@ -52,7 +54,8 @@ class BlockPool:
             self._refs[b] += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` blocks with one reference each, or None when there are not that many. Their old hashes are forgotten."""
+        """``count`` blocks with one reference each, or None when there are not that many. Their old hashes
+        are forgotten."""
         if count > len(self._free):
             return None
         taken: list[int] = []

@@ -1,7 +1,8 @@
-"""The dummy draft model: no weights, no attention, one cache-only layer that stores aux hidden states in paged memory.
+"""The dummy draft model: no weights, no attention, one cache-only layer that stores aux hidden states in
+paged memory.
 
-The idea is vLLM's ``extract_hidden_states``: the states lie in blocks with the same ids as the KV cache's, so chunked
-prefill, prefix caching, preemption and continuous batching need no special case.
+The idea is vLLM's ``extract_hidden_states``: the states lie in blocks with the same ids as the KV cache's, so
+chunked prefill, prefix caching, preemption and continuous batching need no special case.
 
 Shapes: T tokens of a step, C cache columns (distinct tapped boundaries), H hidden size.
 """
@@ -13,7 +14,8 @@ from torch import nn
 
 
 class CacheOnlyAttention(nn.Module):
-    """Keeps what it is given. ``num_heads`` is the number of tapped boundaries, ``head_size`` the hidden size.
+    """Keeps what it is given. ``num_heads`` is the number of tapped boundaries, ``head_size`` the hidden
+    size.
 
     Args:
         cache: [num_blocks, block_size, C, H], in the verifier's dtype, on its device.
@@ -32,8 +34,15 @@ class CacheOnlyAttention(nn.Module):
 class DraftModel(nn.Module):
     """The draft model that receives the verifier's aux hidden states."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_columns: int, hidden_size: int, dtype: torch.dtype,
-                 device: torch.device) -> None:  # fmt: skip
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_columns: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         cache = torch.zeros(num_blocks, block_size, num_columns, hidden_size, dtype=dtype, device=device)
         self.attention = CacheOnlyAttention(cache)

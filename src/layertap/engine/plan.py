@@ -1,9 +1,10 @@
 """How a model attends, learned from the model itself.
 
-One small forward runs with an attention implementation and a mask implementation of ours. The mask implementation is
-given the model's own mask as a function of positions; evaluating it over the whole context length tells whether it is
-causal, or causal with a sliding window, or something else. The attention implementation is given everything a layer
-passes. What is not understood makes the model run sequence by sequence instead: slower, never wrong.
+One small forward runs with an attention implementation and a mask implementation of ours. The mask
+implementation is given the model's own mask as a function of positions; evaluating it over the whole context
+length tells whether it is causal, or causal with a sliding window, or something else. The attention
+implementation is given everything a layer passes. What is not understood makes the model run sequence by
+sequence instead: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layertap.engine.attention import IMPLEMENTATION, AttentionLayer, StepState, register
+from layertap.engine.attention import AttentionLayer, StepState, register
 
 PLANNING = "layertap_planning"
 _PLAN_TOKENS = 13
 
 # What attention layers pass on and that does not change the scores beyond what is read below.
 _UNDERSTOOD = {
-    "dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "position_embeddings",
-    "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep",
+    "dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids",
+    "position_embeddings", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
+    "return_dict", "logits_to_keep",
     "output_router_logits",
 }  # fmt: skip
 
@@ -69,18 +71,24 @@ def window_of(mask_function: Callable[..., torch.Tensor], max_len: int) -> int |
     return window
 
 
-class _ArangeWatch(TorchDispatchMode):
-    """Notes where a model counts the tokens of the batch itself instead of using the positions it was given."""
+class _ArangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes where a model counts the tokens of the batch itself instead of using the positions it was given.
+    Notes where a model counts the tokens of the batch itself instead of using the positions it was given."""
 
     def __init__(self, inside: list[nn.Module], suspects: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.inside = inside
         self.suspects = suspects
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.arange and isinstance(out, torch.Tensor):
+        assert _recorder is not None
+        if (
+            func.overloadpacket is torch.ops.aten.arange
+            and isinstance(out, torch.Tensor)
+            and not _recorder.ours
+        ):
             innermost = self.inside[-1] if self.inside else None
             if out.numel() == _PLAN_TOKENS and (innermost is None or id(innermost) in self.suspects):
                 self.seen.append(type(innermost).__name__)
@@ -98,6 +106,8 @@ class _Recorder:
     step: StepState
     calls: list[_Call] = field(default_factory=list)
     max_len: int = 0
+    ours: bool = False
+    """Our own attention runs; what it counts is not the model's doing."""
 
 
 _recorder: _Recorder | None = None
@@ -109,12 +119,19 @@ def _planning_mask(mask_function: Callable[..., torch.Tensor], **kwargs: Any) ->
 
 
 def _planning_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     assert _recorder is not None
     if not isinstance(attention_mask, Mask):
         raise NotPacked("an attention layer got a mask that the model did not build in the common way")
-    unknown = sorted(k for k, v in kwargs.items() if k not in _UNDERSTOOD and v is not None and v is not False)
+    unknown = sorted(
+        k for k, v in kwargs.items() if k not in _UNDERSTOOD and v is not None and v is not False
+    )
     if unknown:
         raise NotPacked(f"its attention passes {', '.join(unknown)}, which is not understood here")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
@@ -135,7 +152,11 @@ def _planning_attention(
     if any(c.module is module for c in _recorder.calls):
         raise NotPacked("one attention layer is used more than once in a forward")
     _recorder.calls.append(_Call(module, layer))
-    return layer.attend(query, key, value).transpose(1, 2), None
+    _recorder.ours = True
+    try:
+        return layer.attend(query, key, value).transpose(1, 2), None
+    finally:
+        _recorder.ours = False
 
 
 def _configs(model: nn.Module) -> list[Any]:
@@ -163,7 +184,8 @@ def set_attention_implementation(model: nn.Module, name: str) -> None:
 
 
 def rope_limit(model: nn.Module) -> int | None:
-    """The sequence length from which a model's rotary embedding depends on the whole sequence's length, if any."""
+    """The sequence length from which a model's rotary embedding depends on the whole sequence's length, if
+    any."""
     limits: list[int] = []
     for m in model.modules():
         kinds = getattr(m, "rope_type", None)
@@ -193,11 +215,14 @@ def _module_stack(model: nn.Module) -> Iterator[list[nn.Module]]:
             h.remove()
 
 
-def plan_attention(decoder: nn.Module, step: StepState, max_len: int, device: torch.device) -> list[AttentionLayer]:
+def plan_attention(
+    decoder: nn.Module, num_layers: int, step: StepState, max_len: int, device: torch.device
+) -> list[AttentionLayer]:
     """Learn every attention layer's rules and hang them on its module as ``layertap_attention``.
 
     Args:
         decoder: the language model without its output head.
+        num_layers: how many decoder layers it has; each must attend through the common interface, once.
         step: shared by all layers.
         max_len: the longest sequence that will run; masks are checked up to there.
 
@@ -219,7 +244,8 @@ def plan_attention(decoder: nn.Module, step: StepState, max_len: int, device: to
             f"its rotary embedding changes with the sequence's length beyond {limit} tokens; "
             f"with max_model_len={limit} or less it can"
         )
-    ids = torch.arange(1, _PLAN_TOKENS + 1, device=device)[None] % decoder.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    embeddings: Any = decoder.get_input_embeddings()  # type: ignore[operator]
+    ids = torch.arange(1, _PLAN_TOKENS + 1, device=device)[None] % embeddings.weight.shape[0]
     positions = torch.arange(_PLAN_TOKENS, device=device)[None]
     _recorder = _Recorder(step, max_len=max_len)
     try:
@@ -234,23 +260,28 @@ def plan_attention(decoder: nn.Module, step: StepState, max_len: int, device: to
                 decoder(input_ids=ids, use_cache=False, **position_arguments(decoder, positions))
         if watch.seen:
             raise NotPacked(f"{watch.seen[0]} counts positions itself")
-        if not _recorder.calls:
-            raise NotPacked("it has no attention layers behind the common interface")
+        if len(_recorder.calls) != num_layers:
+            raise NotPacked(
+                f"{len(_recorder.calls)} of its {num_layers} layers attend through the common interface"
+            )
         for call in _recorder.calls:
             call.module.layertap_attention = call.layer  # type: ignore[assignment]
         return [call.layer for call in _recorder.calls]
     except NotPacked:
         raise
-    except Exception as e:  # noqa: BLE001 - any fault of a model nobody listed means: not this way
+    except Exception as e:
         raise NotPacked(f"its forward failed on a flat batch ({type(e).__name__}: {str(e)[:120]})") from e
     finally:
         _recorder = None
 
 
 def _counts_positions(module: nn.Module, decoder: nn.Module) -> bool:
-    """Modules in which counting the batch's tokens means counting positions: the decoder, attention, rotary parts."""
+    """Modules in which counting the batch's tokens means counting positions: the decoder, attention, rotary
+    parts."""
     name = type(module).__name__.lower()
-    return module is decoder or any(word in name for word in ("attention", "rotary", "decoderlayer", "embedding"))
+    return module is decoder or any(
+        word in name for word in ("attention", "rotary", "decoderlayer", "embedding")
+    )
 
 
 def position_arguments(decoder: nn.Module, positions: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -259,7 +290,3 @@ def position_arguments(decoder: nn.Module, positions: torch.Tensor) -> dict[str,
     if "cache_position" in inspect.signature(decoder.forward).parameters:
         arguments["cache_position"] = positions[0]
     return arguments
-
-
-def uses_packed(name: str) -> bool:
-    return name == IMPLEMENTATION

@@ -28,7 +28,12 @@ class RequestStatus(enum.Enum):
 
     @property
     def finished(self) -> bool:
-        return self in (RequestStatus.STOPPED, RequestStatus.LENGTH, RequestStatus.ABORTED, RequestStatus.ERROR)
+        return self in (
+            RequestStatus.STOPPED,
+            RequestStatus.LENGTH,
+            RequestStatus.ABORTED,
+            RequestStatus.ERROR,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -42,13 +47,16 @@ class Request:
     """What to keep of the hidden states; None when the engine taps nothing."""
     eos_token_ids: frozenset[int]
     metrics: RequestMetrics
+    max_tokens: int
+    """Tokens to generate at most; 0 with an engine that extracts only."""
     cache_salt: bytes = b""
     """Anything beside the token ids that changes the states; part of every block hash."""
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    """Tokens whose keys, values and hidden states lie in the cache (or will, once the launched steps have run)."""
+    """Tokens whose keys, values and hidden states lie in the cache (or will, once the launched steps have
+    run)."""
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     num_hashed_blocks: int = 0
@@ -74,10 +82,6 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
-    def max_tokens(self) -> int:
-        return self.params.max_tokens
 
     def token_array(self, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Token ids of positions ``start..end`` as int64."""

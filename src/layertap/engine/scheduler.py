@@ -33,9 +33,9 @@ class SchedulerOutput:
 class Scheduler:
     """Keeps the waiting and the running requests and gives each its blocks.
 
-    All blocks of a prompt are taken when it is admitted, so a prefill that has begun is never interrupted for want of
-    memory. Only growth by generated tokens can run out; then the request that came last gives its blocks back and is
-    computed again later (its full blocks are usually found in the prefix cache).
+    All blocks of a prompt are taken when it is admitted, so a prefill that has begun is never interrupted for
+    want of memory. Only growth by generated tokens can run out; then the request that came last gives its
+    blocks back and is computed again later (its full blocks are usually found in the prefix cache).
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> SchedulerOutput:
-        """Pick the next step's tokens and allocate their blocks. An empty result means: nothing can run now."""
+        """Pick the next step's tokens and allocate their blocks. An empty result means: nothing can run now.
+        Pick the next step's tokens and allocate their blocks. An empty result means: nothing can run now."""
         out = SchedulerOutput()
         budget = self.max_num_batched_tokens
         index = 0
@@ -108,7 +109,8 @@ class Scheduler:
         return count
 
     def _grow(self, request: Request, num_tokens: int, out: SchedulerOutput) -> bool:
-        """Give ``request`` the blocks for its first ``num_tokens`` tokens, if need be at the cost of later requests."""
+        """Give ``request`` the blocks for its first ``num_tokens`` tokens, if need be at the cost of later
+        requests."""
         missing = -(-num_tokens // self.block_size) - len(request.block_ids)
         while missing > 0:
             blocks = self.pool.allocate(missing)

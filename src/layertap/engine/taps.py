@@ -16,8 +16,8 @@ TapTarget = Callable[[int, torch.Tensor], None]
 class Taps:
     """Calls ``target(column, hidden [T, H])`` for each tapped boundary during a forward.
 
-    Boundary k is the input of decoder layer k, which a forward pre-hook sees; the boundary after the last layer is that
-    layer's output; ``norm`` is the decoder's output.
+    Boundary k is the input of decoder layer k, which a forward pre-hook sees; the boundary after the last
+    layer is that layer's output; ``norm`` is the decoder's output.
 
     Args:
         decoder: the language model without its output head.
@@ -25,7 +25,9 @@ class Taps:
         ids: boundaries to tap; column c belongs to ``ids[c]``.
     """
 
-    def __init__(self, decoder: nn.Module, layers: nn.ModuleList, ids: Sequence[LayerId], target: TapTarget) -> None:
+    def __init__(
+        self, decoder: nn.Module, layers: nn.ModuleList, ids: Sequence[LayerId], target: TapTarget
+    ) -> None:
         self.target = target
         self._hooks: list[Any] = []
         for column, layer_id in enumerate(ids):

@@ -8,7 +8,8 @@ import torch
 
 
 def _gqa_arguments() -> dict[str, bool]:
-    """Releases from 2.13 on want to be told that key heads are shared; earlier ones take them without a word."""
+    """Releases from 2.13 on want to be told that key heads are shared; earlier ones take them without a word.
+    Releases from 2.13 on want to be told that key heads are shared; earlier ones take them without a word."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -41,7 +42,7 @@ def varlen_attention(
     left = -1 if window is None else window - 1
     out = varlen_attn(
         q_TQD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        scale=scale, window_size=(left, 0), **_GQA,
+        scale=scale, window_size=(left, 0), **_GQA,  # type: ignore[arg-type]
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch import nn
 from layertap.config import EngineConfig
 from layertap.engine import loader
 from layertap.engine.attention import IMPLEMENTATION, AttentionLayer, BatchLayout, StepState
+from layertap.engine.cpu_linear import use_float32_matmul
 from layertap.engine.plan import NotPacked, plan_attention, position_arguments, set_attention_implementation
-from layertap.errors import InvalidInputError, UnsupportedModelError
+from layertap.errors import InvalidInputError
 
 logger = logging.getLogger("layertap")
 
@@ -62,7 +62,11 @@ class Verifier:
             layer.allocate(num_slots, self.dtype, self.device)
 
     def forward_packed(
-        self, ids_T: torch.Tensor, positions_T: torch.Tensor, layout: BatchLayout, logit_rows: torch.Tensor | None
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        layout: BatchLayout,
+        logit_rows: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """One forward over a flat batch; the taps fire on the way.
 
@@ -85,16 +89,26 @@ class Verifier:
         assert isinstance(logits, torch.Tensor)
         return logits
 
-    def forward_alone(self, ids_T: torch.Tensor, state: Any, start: int, want_logits: bool, keep_state: bool) -> tuple[torch.Tensor | None, Any]:  # fmt: skip # noqa: E501
+    def forward_alone(
+        self,
+        ids_T: torch.Tensor,
+        state: Any,
+        start: int,
+        want_logits: bool,
+        keep_state: bool,
+        all_logits: bool = False,
+    ) -> tuple[torch.Tensor | None, Any]:
         """One forward over one sequence with the model's own cache class.
 
         Args:
             ids_T: tokens from ``start`` on.
             state: what the previous call returned; None for a fresh sequence.
             keep_state: a later call will go on from here.
+            all_logits: the logits of all tokens, not of the last one.
 
         Returns:
-            [1, vocab] logits of the last token (None if not wanted), and the state to go on with.
+            [1, vocab] logits of the last token or [T, vocab] of all (None if not wanted), and the state to go
+            on with.
         """
         arguments: dict[str, Any] = {"input_ids": ids_T[None], "use_cache": keep_state}
         if state is not None:
@@ -103,17 +117,19 @@ class Verifier:
                 positions = torch.arange(start, start + len(ids_T), device=self.device)
                 arguments.update(position_arguments(self.decoder, positions[None]))
         if want_logits:
-            if self._keeps_logits:
+            if self._keeps_logits and not all_logits:
                 arguments["logits_to_keep"] = 1
             out = self.model(**arguments)
-            logits = out.logits[0, -1:]
+            logits = out.logits[0] if all_logits else out.logits[0, -1:]
         else:
             out = self.decoder(**arguments)
             logits = None
         if not keep_state:
             return logits, None
-        found = {n: out[n] for n in _CACHE_NAMES if n in out and out[n] is not None}
-        return logits, found or None
+        for name in _CACHE_NAMES:  # newer releases of the library also answer to the older names
+            if name in out and out[name] is not None:
+                return logits, {name: out[name]}
+        return logits, None
 
     @property
     def _keeps_logits(self) -> bool:
@@ -136,7 +152,9 @@ def max_model_len_of(config: EngineConfig, hf_config: Any) -> int:
     if config.max_model_len is None:
         return own or 8192
     if own is not None and config.max_model_len > own:
-        raise InvalidInputError("max_model_len", config.max_model_len, f"at most {own}, the model's own limit")
+        raise InvalidInputError(
+            "max_model_len", config.max_model_len, f"at most {own}, the model's own limit"
+        )
     return config.max_model_len
 
 
@@ -156,10 +174,12 @@ def pick_device(config: EngineConfig) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise InvalidInputError("device", config.device, "auto or cpu: this PyTorch sees no CUDA device")
-        if device.index is None:
+        if ":" not in name:
             device = torch.device("cuda", torch.cuda.current_device())
-        if device.index is not None and device.index >= torch.cuda.device_count():
-            raise InvalidInputError("device", config.device, f"cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+        if device.index >= torch.cuda.device_count():
+            raise InvalidInputError(
+                "device", config.device, f"cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+            )
     elif device.type != "cpu":
         raise InvalidInputError("device", config.device, "auto, cpu, cuda or cuda:N")
     return device
@@ -180,7 +200,7 @@ def load_verifier(
     total = loader.num_hidden_layers(hf_config)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     short = config.extract_only and keep_layers < total
-    _, layers = loader.decoder_layers(decoder, max(keep_layers, 0) if short else total)
+    _, layers = loader.decoder_layers(decoder, keep_layers if short else total)
     embeddings = model.get_input_embeddings()
     verifier = Verifier(
         model=model,
@@ -197,7 +217,9 @@ def load_verifier(
     try:
         if not verifier._keeps_logits and not config.extract_only:
             raise NotPacked("it computes logits for all tokens at once")
-        verifier.attention = plan_attention(decoder, verifier.step, verifier.max_model_len, device)
+        verifier.attention = plan_attention(
+            decoder, len(layers), verifier.step, verifier.max_model_len, device
+        )
         if config.self_check:
             check_packed(verifier, with_logits=not config.extract_only)
         set_attention_implementation(model, IMPLEMENTATION)
@@ -211,8 +233,6 @@ def load_verifier(
             e,
             "" if verifier.incremental else " (each generated token computes its sequence again)",
         )
+    if device.type == "cpu":
+        use_float32_matmul(layers, verifier.dtype)
     return verifier
-
-
-def unsupported(model: Any, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{type(model).__name__} is refused: {reason}")

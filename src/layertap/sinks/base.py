@@ -38,7 +38,8 @@ class RecordWriter(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Drop everything that was written. Nothing stays visible. May be called after a failed ``write`` or ``commit``."""
+        """Drop everything that was written. Nothing stays visible. May be called after a failed ``write`` or
+        ``commit``."""
 
 
 class Sink(ABC):
@@ -51,5 +52,5 @@ class Sink(ABC):
     def handle(self, request_id: str) -> str:
         """The handle that :meth:`RecordWriter.commit` will return for this request."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most sinks hold nothing
         """Release threads, connections and memory. Published records stay."""

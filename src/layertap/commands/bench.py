@@ -1,0 +1,82 @@
+"""``layertap bench``: the same prompts through this engine and its peers, in one run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def bench(
+    model: Annotated[
+        str, typer.Argument(help="Model to measure with: a folder, a hub id or 'smollm2'.")
+    ] = "smollm2",
+    suite: Annotated[
+        str, typer.Option(help="cpu: all peers; prefix: prefix caching; memory: few against many prompts.")
+    ] = "cpu",
+    layers: Annotated[str, typer.Option(help="Layers to extract: ids, 'all' or 'eagle3'.")] = "3,15,27,30",
+    peers: Annotated[
+        str | None, typer.Option(help="Which ways to measure, separated by commas; default: all.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 96,
+    min_tokens: Annotated[int, typer.Option(help="Shortest prompt.", min=1)] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Longest prompt.", min=1)] = 900,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    token_budget: Annotated[int, typer.Option(help="Tokens a step.", min=16)] = 2048,
+    repeat: Annotated[int, typer.Option(help="Measured runs of each way, after a warm-up.", min=1)] = 3,
+    threads: Annotated[
+        int | None, typer.Option(help="OpenMP threads; default: the libraries' own choice.", min=1)
+    ] = None,
+    vllm_python: Annotated[
+        str | None, typer.Option(help="The Python that has vLLM, if it is not this one.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+    output_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+) -> None:
+    """Measure tokens/s, time to the first file and peak memory, side by side with transformers and vLLM.
+
+    Each way has a process of its own and runs the same random prompts in turns. The workload is stated with
+    the result, so that anyone can repeat it.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from layertap.bench import report
+    from layertap.bench.suites import PEERS, SUITES, BenchOptions, base_workload, run_suite
+    from layertap.config import nearest
+    from layertap.errors import InvalidInputError
+
+    if suite not in SUITES:
+        raise InvalidInputError("--suite", suite, nearest(suite, SUITES))
+    chosen = tuple(peers.split(",")) if peers else PEERS
+    for name in chosen:
+        if name not in PEERS:
+            raise InvalidInputError("--peers", name, nearest(name, PEERS))
+    if max_tokens < min_tokens:
+        raise InvalidInputError("--max-tokens", max_tokens, f"at least --min-tokens ({min_tokens})")
+    console = Console(stderr=True)
+    workload = base_workload(
+        model, layers=layers, num_prompts=num_prompts, min_tokens=min_tokens, max_tokens=max_tokens, dtype=dtype,
+        token_budget=token_budget,
+    )  # fmt: skip
+    console.print(workload.describe(), highlight=False)
+    options = BenchOptions(chosen, repeat, vllm_python or sys.executable, threads)
+    command = shlex.join(["layertap", *sys.argv[1:]])
+    result = run_suite(suite, workload, options, command, lambda text: console.print(text, highlight=False))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n")
+    if output_format == "json":
+        print(json.dumps(result))
+        return
+    if "peers" not in result:
+        print(report.summary(result))
+        return
+    table = Table(*report.COLUMNS, title=f"{workload.dtype} on {result['machine']['cpu']}")
+    for row in report.rows(result):
+        table.add_row(*row)
+    Console().print(table)

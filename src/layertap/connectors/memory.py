@@ -1,0 +1,24 @@
+"""The memory connector: records stay in this process until they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from layertap.connectors.producing import ProducingConnector
+from layertap.sinks.memory import MemorySink
+
+
+class MemoryConnector(ProducingConnector):
+    """Answers ``{"hidden_states_handle": "memory://<request_id>"}``, to be read with
+    :func:`layertap.reader.open` in the same process. Records that nobody takes stay; ``memory_bytes`` in the
+    statistics is their size."""
+
+    handle_field = "hidden_states_handle"
+    sink: MemorySink
+
+    def make_sink(self, options: Mapping[str, Any]) -> MemorySink:
+        return MemorySink()
+
+    def stats(self) -> dict[str, float]:
+        return {**super().stats(), "memory_bytes": self.sink.bytes}

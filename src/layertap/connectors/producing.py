@@ -1,0 +1,153 @@
+"""The connector that hands ended requests to a :class:`Producer`; file and memory differ in the sink and the
+handle."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from layertap.config import nearest
+from layertap.connectors.base import FinishedRequest, KVConnectorBase, Outcome, Params
+from layertap.connectors.job import Job
+from layertap.connectors.producer import DEFAULT_CHUNK_BYTES, DEFAULT_RING_BYTES, Producer
+from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig
+from layertap.errors import InvalidInputError
+from layertap.selection import Selection
+from layertap.sinks.base import Sink
+
+_EXTRA = "kv_transfer_config.kv_connector_extra_config"
+
+
+class ProducingConnector(KVConnectorBase):
+    """Options that every such connector knows: ``num_writer_threads``, ``staging_chunk_bytes``,
+    ``staging_ring_bytes``."""
+
+    handle_field: ClassVar[str]
+    """Where the handle goes in ``kv_transfer_params``."""
+    options: ClassVar[dict[str, Any]] = {
+        "num_writer_threads": 2,
+        "staging_chunk_bytes": DEFAULT_CHUNK_BYTES,
+        "staging_ring_bytes": DEFAULT_RING_BYTES,
+    }
+    """Known keys of ``kv_connector_extra_config`` with their defaults (on a GPU, four writer threads)."""
+
+    def __init__(self, kv_transfer_config: KVTransferConfig, engine_info: EngineInfo) -> None:
+        super().__init__(kv_transfer_config, engine_info)
+        self._options = check_options(kv_transfer_config.kv_connector_extra_config, self.options)
+        given = kv_transfer_config.kv_connector_extra_config
+        if engine_info.device.type == "cuda" and "num_writer_threads" not in given:
+            self._options["num_writer_threads"] = 4  # one thread writes 1 to 2 GB/s, a GPU makes more
+        self.sink = self.make_sink(self._options)
+        self._producer: Producer | None = None
+        self._completed: dict[str, Outcome] = {}
+        self._sent: set[str] = set()
+
+    @abstractmethod
+    def make_sink(self, options: Mapping[str, Any]) -> Sink:
+        """The sink for checked options."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        info = self.engine_info
+        if len(kv_caches) != 1:
+            raise ValueError(f"expected the one hidden-state cache, got {sorted(kv_caches)}")
+        (cache,) = kv_caches.values()
+        expected = (info.num_blocks, info.block_size, len(info.layers.columns), info.hidden_size)
+        if tuple(cache.shape) != expected or cache.dtype != info.dtype:
+            raise ValueError(
+                f"the hidden-state cache is {cache.dtype} {tuple(cache.shape)}, not {info.dtype} {expected}"
+            )
+        self._producer = Producer(
+            cache,
+            self.sink,
+            model=info.model,
+            layers=info.layers,
+            chunk_bytes=self._options["staging_chunk_bytes"],
+            ring_bytes=self._options["staging_ring_bytes"],
+            num_writers=self._options["num_writer_threads"],
+        )
+
+    @property
+    def producer(self) -> Producer:
+        assert self._producer is not None, "register_kv_caches comes first"
+        return self._producer
+
+    def request_finished(self, request: FinishedRequest, block_ids: list[int]) -> tuple[bool, Params | None]:
+        """Queue a request. One that keeps nothing, or ended before its prompt was computed, is let go at
+        once."""
+        selection = request.selection
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if selection is None or request.num_computed_tokens < num_prompt_tokens:
+            return False, None
+        token_ids = request.prompt_token_ids
+        if selection.include_output_tokens:
+            token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        handle = self.sink.handle(request.request_id)
+        num_tokens = min(request.num_computed_tokens, len(token_ids))
+        self.producer.submit(
+            Job(request.request_id, token_ids, num_tokens, num_prompt_tokens, block_ids, selection)
+        )
+        return True, {self.handle_field: handle}
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._take_news()
+        sent, self._sent = self._sent, set()
+        return sent or None, None
+
+    def take_completed(self) -> dict[str, Outcome]:
+        self._take_news()
+        completed, self._completed = self._completed, {}
+        return completed
+
+    def _take_news(self) -> None:
+        for news in self.producer.poll():
+            if news.kind == "copied":
+                self._sent.add(news.request_id)
+            else:
+                self._completed[news.request_id] = news.error or {self.handle_field: news.handle}
+
+    def check_request(self, params: Mapping[str, Any] | None, request_id: str | None = None) -> None:
+        selection = Selection.parse(params, self.engine_info.layers)
+        if self._producer is not None:
+            self._producer.check(selection.columns)
+        if request_id is not None:
+            self.sink.handle(request_id)
+
+    def cancel(self, request_id: str) -> bool:
+        return self.producer.cancel(request_id)
+
+    def wait(self, timeout: float) -> None:
+        if not self._sent and not self._completed:
+            self.producer.wait(timeout)
+
+    def close(self, drain: bool = True) -> None:
+        if self._producer is not None:
+            self._producer.close(drain)
+        self.sink.close()
+
+    def stats(self) -> dict[str, float]:
+        return self.producer.stats() if self._producer is not None else {}
+
+
+def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with their defaults filled in; each has the type of its default.
+
+    Raises:
+        InvalidInputError: an unknown key (the nearest known one is named) or a value of the wrong type.
+    """
+    for key in given:
+        if key not in defaults:
+            raise InvalidInputError(f"{_EXTRA}.{key}", given[key], nearest(str(key), defaults))
+    options = {**defaults, **given}
+    checks: dict[type, tuple[Callable[[Any], bool], str]] = {
+        bool: (lambda v: isinstance(v, bool), "true or false"),
+        int: (lambda v: isinstance(v, int) and not isinstance(v, bool) and v > 0, "an integer from 1 up"),
+        str: (lambda v: isinstance(v, str) and bool(v), "a path"),
+    }
+    for key, default in defaults.items():
+        holds, allowed = checks[type(default)]
+        if not holds(options[key]):
+            raise InvalidInputError(f"{_EXTRA}.{key}", options[key], allowed)
+    return options

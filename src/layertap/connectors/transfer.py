@@ -1,0 +1,207 @@
+"""One job's way through a writer thread: chunk by chunk from the cache to a sink's writer, checked on the
+way.
+
+Shapes: T kept tokens, n rows of a chunk, L kept layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from layertap.connectors.gather import Array, Chunk, Gather
+from layertap.connectors.job import Job
+from layertap.connectors.staging import RingClosedError, StagingRing
+from layertap.errors import ExtractionError
+from layertap.layers import ServedLayers
+from layertap.record import build_metadata
+from layertap.sinks.base import RecordSpec, RecordWriter, Sink
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+_log = logging.getLogger(__name__)
+
+
+class Cancelled(Exception):  # noqa: N818 - an outcome, not a fault
+    """The job was given up before its record was published."""
+
+
+class Transfer:
+    """Moves one job: ``run``, then ``commit``; ``abort`` after either has raised."""
+
+    def __init__(
+        self,
+        job: Job,
+        gather: Gather,
+        ring: StagingRing,
+        sink: Sink,
+        ready: Any,
+        given_up: Callable[[], bool],
+        copied: Callable[[], None],
+    ) -> None:
+        """``ready``: see :meth:`Gather.start`. ``copied`` is called once the last row is out of the cache."""
+        self._job = job
+        self._gather = gather
+        self._ring = ring
+        self._sink = sink
+        self._ready = ready
+        self._given_up = given_up
+        self._copied = copied
+        self._writer: RecordWriter | None = None
+        self._largest_L: Array | None = None
+        self.num_rows = 0
+        self.num_bytes = 0
+
+    def run(self, model: str, layers: ServedLayers) -> None:
+        """Write all rows.
+
+        Raises:
+            ExtractionError: the states are not fit to be published.
+            Cancelled: the job was given up.
+            Exception: whatever the sink raises.
+        """
+        if self._given_up():
+            raise Cancelled
+        job, gather, selection = self._job, self._gather, self._job.selection
+        dtype = gather.dtype if selection.dtype == "auto" else _DTYPES[selection.dtype]
+        kept = selection.positions(job.num_states)
+        if isinstance(kept, range):
+            positions_T = np.arange(kept.start, kept.stop)
+            tokens = job.token_ids[kept.start : kept.stop]
+        else:
+            positions_T = np.asarray(kept, dtype=np.int64)
+            tokens = [job.token_ids[p] for p in kept]
+        metadata = build_metadata(
+            request_id=job.request_id,
+            model=model,
+            layer_ids=selection.layer_ids,
+            num_hidden_layers=layers.num_hidden_layers,
+            storage_dtype=dtype,
+            num_prompt_tokens=job.num_prompt_tokens,
+            num_tokens=job.num_states,
+            positions=kept,
+        )
+        spec = RecordSpec(
+            request_id=job.request_id,
+            token_ids=torch.from_numpy(np.array(tokens, dtype=np.int64)),
+            shape=(len(positions_T), len(selection.columns), gather.hidden_size),
+            dtype=dtype,
+            has_scales=dtype == torch.float8_e4m3fn,
+            metadata=metadata,
+        )
+        block_T, offset_T = np.divmod(positions_T, gather.block_size)
+        slots_T = np.asarray(job.block_ids, dtype=np.int64)[block_T] * gather.block_size + offset_T
+        self.num_rows = len(slots_T)
+        self._writer = self._sink.open(spec)
+        self._move(self._writer, slots_T, positions_T, dtype)
+        self._refuse_zero_layers()
+
+    def commit(self) -> str:
+        """Publish the record and return its handle."""
+        assert self._writer is not None
+        return self._writer.commit()
+
+    def abort(self) -> None:
+        """Leave nothing behind."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.abort()
+        except Exception:  # noqa: BLE001 - logged; the request has failed already
+            _log.exception("request %s: its unfinished record could not be removed", self._job.request_id)
+
+    def _move(self, writer: RecordWriter, slots_T: Array, positions_T: Array, dtype: torch.dtype) -> None:
+        columns = self._job.selection.columns
+        row_bytes = len(columns) * self._gather.hidden_size * max(dtype.itemsize, self._gather.dtype.itemsize)
+        step = self._ring.chunk_bytes // row_bytes
+        if step == 0:
+            raise ExtractionError(
+                self._job.request_id,
+                f"one token's states take {row_bytes} bytes, a staging buffer has {self._ring.chunk_bytes}; "
+                "raise staging_chunk_bytes",
+            )
+        pieces = [slots_T[i : i + step] for i in range(0, len(slots_T), step)]
+        held: list[torch.Tensor] = []  # staging buffers, in the order of their chunks
+        started: list[Any] = []
+
+        def start(buffer: torch.Tensor) -> None:
+            held.append(buffer)
+            piece = pieces[start_next[0]]
+            start_next[0] += 1
+            started.append(self._gather.start(piece, columns, dtype, buffer, self._ready))
+
+        start_next = [0]
+        row = 0
+        try:
+            for i in range(len(pieces)):
+                if start_next[0] == i:
+                    start(self._acquire())
+                if self._gather.runs_ahead and i + 1 < len(pieces):
+                    spare = self._ring.try_acquire()
+                    if spare is not None:
+                        start(spare)
+                chunk = self._gather.finish(started.pop(0))
+                if i + 1 == len(pieces):
+                    self._copied()
+                self._check(chunk, positions_T[row:], dtype)
+                if self._given_up():
+                    raise Cancelled
+                writer.write(chunk.hidden, chunk.scales)
+                row += chunk.hidden.shape[0]
+                self.num_bytes += chunk.hidden.numel() * dtype.itemsize
+                self._ring.release(held.pop(0))
+        finally:
+            # After a failure: copies that still run must end before their buffers are used again.
+            for copy in started:
+                self._gather.finish(copy)
+            for buffer in held:
+                self._ring.release(buffer)
+
+    def _acquire(self) -> torch.Tensor:
+        try:
+            return self._ring.acquire(self._given_up)
+        except RingClosedError:
+            raise Cancelled from None
+
+    def _check(self, chunk: Chunk, positions: Array, dtype: torch.dtype) -> None:
+        absmax_nL = chunk.absmax
+        largest_L = absmax_nL.max(axis=0)
+        if not largest_L.max() < np.inf:  # NaN too
+            self._refuse(
+                ~np.isfinite(absmax_nL), positions, "not_finite", "NaN or infinite; nothing was published"
+            )
+        if torch.finfo(dtype).max < torch.finfo(self._gather.dtype).max and dtype != torch.float8_e4m3fn:
+            with np.errstate(over="ignore"):
+                stored = torch.from_numpy(absmax_nL).to(dtype).float().numpy()
+            if not np.isfinite(stored).all():
+                name = str(dtype).removeprefix("torch.")
+                self._refuse(
+                    ~np.isfinite(stored),
+                    positions,
+                    "dtype_overflow",
+                    f"too large for {name}; ask for another dtype",
+                )
+        self._largest_L = largest_L if self._largest_L is None else np.maximum(self._largest_L, largest_L)
+
+    def _refuse(self, bad_nL: Array, positions: Array, kind: str, what: str) -> None:
+        row, column = (int(i) for i in np.argwhere(bad_nL)[0])
+        layer_id = self._job.selection.layer_ids[column]
+        reason = f"the hidden states of layer {layer_id} at position {int(positions[row])} are {what}"
+        raise ExtractionError(self._job.request_id, reason, kind)
+
+    def _refuse_zero_layers(self) -> None:
+        assert self._largest_L is not None
+        if self._largest_L.min() == 0:
+            layer_id = self._job.selection.layer_ids[int(self._largest_L.argmin())]
+            reason = (
+                f"the hidden states of layer {layer_id} are zero for every kept token; nothing was published"
+            )
+            raise ExtractionError(self._job.request_id, reason, "all_zero")

@@ -1,0 +1,434 @@
+"""The engine's heart: one ``step()`` schedules, runs, samples, and moves finished requests on to the
+connector."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layertap.config import EngineConfig
+from layertap.connectors.base import KVConnectorBase
+from layertap.connectors.registry import create_connector
+from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig
+from layertap.engine import loader
+from layertap.engine.block_pool import BlockPool
+from layertap.engine.detokenizer import Detokenizer
+from layertap.engine.memory import cache_bytes, num_blocks_for
+from layertap.engine.request import Request, RequestStatus
+from layertap.engine.runner import ModelRunner, StepLogits
+from layertap.engine.sampler import logprobs_of, sample
+from layertap.engine.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
+from layertap.engine.verifier import Verifier, load_verifier, pick_device
+from layertap.errors import ExtractionError, InvalidInputError
+from layertap.layers import ServedLayers, parse_layers
+from layertap.outputs import RequestMetrics
+from layertap.sampling_params import SamplingParams
+from layertap.selection import Selection
+
+logger = logging.getLogger("layertap")
+
+_CPU_STEP_TOKENS = 2048
+_CUDA_STEP_TOKENS = 16384
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step whose tokens have been drawn on the device but not yet looked at."""
+
+    output: SchedulerOutput
+    logits: StepLogits
+    tokens: torch.Tensor | None
+
+
+class EngineCore:
+    """Everything between an admitted request and its handle. Used by one thread.
+
+    Args:
+        config: the engine's configuration.
+        kv_transfer_config: where hidden states go; needed if ``config.layers`` is given.
+    """
+
+    def __init__(self, config: EngineConfig, kv_transfer_config: KVTransferConfig | None) -> None:
+        self.config = config
+        self.device = pick_device(config)
+        source = loader.prepare_source(config.model)
+        self.hf_path = source.path
+        """Folder or hub id that ``transformers`` reads the model from."""
+        hf_config = loader.load_config(source, config)
+        total = loader.num_hidden_layers(hf_config)
+        self.served = (
+            ServedLayers(parse_layers(config.layers, total), total) if config.layers is not None else None
+        )
+        self.tokenizer = loader.load_tokenizer(config, source)
+        keep = max(1, self.served.highest) if self.served is not None and config.extract_only else total
+        self.verifier: Verifier = load_verifier(config, source, hf_config, keep, self.device)
+        self.eos_token_ids = _eos_token_ids(self.verifier.model, self.tokenizer)
+        budget = config.max_num_batched_tokens or (
+            _CUDA_STEP_TOKENS if self.device.type == "cuda" else _CPU_STEP_TOKENS
+        )
+        config.max_num_batched_tokens = budget
+        hidden_bytes = 0
+        if self.served is not None:
+            hidden_bytes = len(self.served.columns) * self.verifier.hidden_size * self.verifier.dtype.itemsize
+        activation = self._activation_bytes(budget)
+        num_blocks = num_blocks_for(
+            config, self.verifier, hidden_bytes, cache_bytes(config, self.device, activation)
+        )
+        packed = self.verifier.packed
+        self.pool = BlockPool(num_blocks, config.enable_prefix_caching and packed)
+        self.scheduler = Scheduler(
+            self.pool, config.block_size, budget, config.max_num_seqs, whole_sequences=not packed
+        )
+        self.runner = ModelRunner(self.verifier, self.served, num_blocks, config.block_size)
+        self.connector: KVConnectorBase | None = None
+        if self.served is not None:
+            assert self.runner.draft is not None
+            info = EngineInfo(
+                model=config.model,
+                layers=self.served,
+                hidden_size=self.verifier.hidden_size,
+                dtype=self.verifier.dtype,
+                block_size=config.block_size,
+                num_blocks=num_blocks + 1,
+                device=self.device,
+            )
+            transfer = kv_transfer_config or KVTransferConfig(kv_connector="MemoryConnector")
+            self.connector = create_connector(transfer, info)
+            self.connector.register_kv_caches({"hidden_states": self.runner.draft.kv_cache})
+        self.detokenizer = Detokenizer(self.tokenizer)
+        self.generator = torch.Generator(device=self.device).manual_seed(config.seed)
+        self.requests: dict[str, Request] = {}
+        """Every request that has not given its final output yet."""
+        self._leaving: dict[str, Request] = {}
+        """Computed; the connector still copies or stores its states."""
+        self._pinned: dict[str, Request] = {}
+        """Requests whose blocks the connector still reads."""
+        self._launched: deque[_Launched] = deque()
+        self.num_steps = 0
+        self.num_computed_tokens = 0
+
+    # --- admission -----------------------------------------------------------------------------------------
+
+    @property
+    def max_model_len(self) -> int:
+        return self.verifier.max_model_len
+
+    def make_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, cache_salt: str = ""
+    ) -> Request:
+        """Check a request against the model and build it. Safe to call from any thread.
+
+        Raises:
+            InvalidInputError: naming the field that is wrong, before any work starts.
+        """
+        ids = list(prompt_token_ids)
+        if not ids:
+            raise InvalidInputError("prompt", ids, "at least one token")
+        vocab = self.verifier.vocab_size
+        for i, t in enumerate(ids):
+            if isinstance(t, bool) or not isinstance(t, int):
+                raise InvalidInputError(f"prompt_token_ids[{i}]", t, "an integer token id")
+            if not 0 <= t < vocab:
+                raise InvalidInputError(f"prompt_token_ids[{i}]", t, f"token ids from 0 to {vocab - 1}")
+        limit = self.max_model_len
+        if len(ids) > limit:
+            raise InvalidInputError("prompt", f"{len(ids)} tokens", f"at most {limit} tokens (max_model_len)")
+        if self.config.extract_only and params.max_tokens > 1:
+            raise InvalidInputError(
+                "max_tokens", params.max_tokens, "0 or 1: this engine runs with extract_only"
+            )
+        if self.config.extract_only and (params.logprobs is not None or params.prompt_logprobs is not None):
+            raise InvalidInputError("logprobs", params.logprobs, "None: this engine runs with extract_only")
+        if params.max_tokens > 1 and len(ids) + params.max_tokens > limit and len(ids) >= limit:
+            raise InvalidInputError(
+                "max_tokens", params.max_tokens, f"at most {limit - len(ids)} after this prompt"
+            )
+        if params.logprobs is not None and params.logprobs > vocab:
+            raise InvalidInputError("logprobs", params.logprobs, f"at most {vocab}, the vocabulary's size")
+        if params.stop_strings and (self.tokenizer is None or not params.detokenize):
+            raise InvalidInputError("stop", params.stop, "None without a tokenizer or with detokenize=False")
+        selection = None
+        if self.served is not None:
+            selection = Selection.parse(params.kv_transfer_params, self.served)
+            selection.check_length(len(ids))
+            assert self.connector is not None
+            self.connector.check_request(params.kv_transfer_params, request_id)
+        elif params.kv_transfer_params:
+            raise InvalidInputError(
+                "kv_transfer_params", dict(params.kv_transfer_params), "None: this engine taps no layers"
+            )
+        stop_ids = frozenset(params.stop_token_ids or ())
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        return Request(
+            request_id,
+            ids,
+            params,
+            selection,
+            eos | stop_ids,
+            RequestMetrics(time.monotonic()),
+            cache_salt=cache_salt.encode(),
+            max_tokens=0 if self.config.extract_only else params.max_tokens,
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Queue a checked request.
+
+        Raises:
+            InvalidInputError: its id is in use.
+        """
+        if request.request_id in self.requests:
+            raise InvalidInputError("request_id", request.request_id, "an id that no running request has")
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is. Its blocks return; nothing is published for it. Unknown ids are
+        ignored."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        request.error = ExtractionError(request_id, "aborted", "aborted")
+        if request_id in self._leaving:
+            assert self.connector is not None
+            request.status = RequestStatus.ABORTED
+            self.connector.cancel(request_id)
+            return
+        self.scheduler.remove(request)
+        request.status = RequestStatus.ABORTED
+        self.scheduler.free(request)
+        request.model_state = None
+        self._finish(request)
+
+    # --- the step ------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests or self._pinned)
+
+    def step(self) -> bool:
+        """One round: collect what the connector has done, run one batch, move finished requests on.
+
+        Returns:
+            False if nothing could be done now: the caller may wait on the connector.
+        """
+        progressed = self._collect()
+        output = self.scheduler.schedule()
+        for request in output.preempted:
+            logger.debug("request %s was preempted", request.request_id)
+        if output.scheduled:
+            self._launch(output)
+            progressed = True
+        # A step's tokens are looked at one step later where nothing depends on them sooner.
+        keep = 1 if output.scheduled and self._may_lag(output) else 0
+        while len(self._launched) > keep:
+            self._finalize(self._launched.popleft())
+            progressed = True
+        return progressed
+
+    def wait(self, timeout: float) -> None:
+        """Sleep until the connector may have made progress."""
+        if self.connector is not None and (self._leaving or self._pinned):
+            self.connector.wait(timeout)
+
+    def _may_lag(self, output: SchedulerOutput) -> bool:
+        """True on CUDA if every sampling request of the step ends with this token, whatever it is."""
+        return self.device.type == "cuda" and all(
+            s.request.max_tokens <= len(s.request.output_token_ids) + 1 for s in output.scheduled if s.samples
+        )
+
+    def _launch(self, output: SchedulerOutput) -> None:
+        if self.connector is not None:
+            self.connector.build_connector_meta(output)
+        try:
+            logits = self.runner.execute(output.scheduled)
+            requests = [s.request for s in logits.sampling]
+            tokens = None
+            if requests:
+                assert logits.rows is not None
+                tokens = sample(logits.rows, requests, self.generator)
+        except (RuntimeError, ValueError, IndexError, MemoryError) as e:
+            self._fail(output, e)
+            return
+        self.num_steps += 1
+        self.num_computed_tokens += output.total_num_scheduled_tokens
+        self._launched.append(_Launched(output, logits, tokens))
+
+    def _fail(self, output: SchedulerOutput, error: Exception) -> None:
+        logger.exception("a step failed; its %d requests fail with it", len(output.scheduled))
+        self.scheduler.forget_unfilled(output)
+        reason = f"the model failed on this batch ({type(error).__name__}: {loader.first_line(error)})"
+        for s in output.scheduled:
+            request = s.request
+            self.scheduler.remove(request)
+            request.status = RequestStatus.ERROR
+            request.error = ExtractionError(request.request_id, reason, "engine")
+            self.scheduler.free(request)
+            request.model_state = None
+            self._finish(request)
+
+    def _finalize(self, step: _Launched) -> None:
+        now = time.monotonic()
+        for s, logits in step.logits.prompt:
+            self._note_prompt_logprobs(s, logits)
+        ids = step.tokens.tolist() if step.tokens is not None else []
+        by_request = {id(s.request): t for s, t in zip(step.logits.sampling, ids, strict=False)}
+        rows = {id(s.request): i for i, s in enumerate(step.logits.sampling)}
+        for s in step.output.scheduled:
+            request = s.request
+            if request.status is not RequestStatus.RUNNING:
+                continue  # aborted since
+            token = by_request.get(id(request))
+            if s.samples and token is not None:
+                if request.metrics.first_token is None:
+                    request.metrics.first_token = now
+                request.output_token_ids.append(token)
+                if request.params.logprobs is not None:
+                    assert step.logits.rows is not None
+                    row = step.logits.rows[rows[id(request)]][None]
+                    request.logprobs.extend(logprobs_of(row, [token], request.params.logprobs))
+                self._check_stop(request, token)
+                if request.on_output is not None and not request.status.finished:
+                    request.on_output(request, False)
+            elif request.max_tokens == 0 and s.start + s.num_tokens == request.num_tokens:
+                request.status = RequestStatus.LENGTH  # nothing is to be generated
+            if request.status.finished:
+                self._leave(request)
+
+    def _note_prompt_logprobs(self, s: ScheduledRequest, logits: torch.Tensor) -> None:
+        """Row i of ``logits`` predicts prompt token ``s.start + i + 1``."""
+        request = s.request
+        count = request.params.prompt_logprobs
+        assert count is not None
+        if s.start == 0:
+            request.prompt_logprobs = [None]
+        predicted = request.prompt_token_ids[s.start + 1 : s.start + s.num_tokens + 1]
+        if predicted:
+            request.prompt_logprobs.extend(logprobs_of(logits[: len(predicted)], predicted, count))
+
+    def _check_stop(self, request: Request, token: int) -> None:
+        params = request.params
+        self.detokenizer.append(request)
+        count = len(request.output_token_ids)
+        if count >= params.min_tokens:
+            if token in request.eos_token_ids:
+                request.status = RequestStatus.STOPPED
+                request.stop_reason = None if token in self.eos_token_ids else token
+            else:
+                stop = self.detokenizer.find_stop(request)
+                if stop is not None:
+                    request.status = RequestStatus.STOPPED
+                    request.stop_reason = stop
+        if not request.status.finished and (
+            count >= params.max_tokens or request.num_tokens >= self.max_model_len
+        ):
+            request.status = RequestStatus.LENGTH
+
+    def _leave(self, request: Request) -> None:
+        """A request is computed: hand its states to the connector, or finish it."""
+        self.scheduler.running.remove(request)
+        request.model_state = None
+        request.metrics.computed = time.monotonic()
+        if self.connector is None:
+            self.scheduler.free(request)
+            self._finish(request)
+            return
+        delay_free, params = self.connector.request_finished(request, list(request.block_ids))
+        request.kv_transfer_params = params
+        if delay_free:
+            self._pinned[request.request_id] = request
+            self._leaving[request.request_id] = request
+        else:
+            self.scheduler.free(request)
+            self._finish(request)
+
+    def _collect(self) -> bool:
+        """Take what the connector has done: free copied blocks, finish stored requests."""
+        if self.connector is None or not (self._leaving or self._pinned):
+            return False
+        progressed = False
+        sent, _received = self.connector.get_finished(set())
+        for request_id in sent or ():
+            request = self._pinned.pop(request_id, None)
+            if request is not None:
+                self.scheduler.free(request)
+                progressed = True
+        for request_id, result in self.connector.take_completed().items():
+            request = self._leaving.pop(request_id, None)
+            if request is None:
+                continue
+            progressed = True
+            if isinstance(result, ExtractionError):
+                if request.status is not RequestStatus.ABORTED:
+                    request.status = RequestStatus.ERROR
+                    request.error = result
+                request.kv_transfer_params = None
+            else:
+                request.kv_transfer_params = result
+                # Stored before the abort arrived: the record is whole, and stays.
+                request.error = None
+            request.metrics.stored = time.monotonic()
+            self._finish(request)
+        return progressed
+
+    def _finish(self, request: Request) -> None:
+        self.requests.pop(request.request_id, None)
+        if request.on_output is not None:
+            request.on_output(request, True)
+
+    # --- the end -------------------------------------------------------------------------------------------
+
+    def _activation_bytes(self, budget: int) -> int:
+        """What a full step needs beside the weights; measured on CUDA, not needed elsewhere."""
+        if self.device.type != "cuda":
+            return 0
+        from layertap.engine.profile import measure_step
+
+        return measure_step(self.verifier, budget)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges of the engine and its connector."""
+        s = self.scheduler
+        return {
+            "num_running": len(s.running),
+            "num_waiting": len(s.waiting),
+            "num_storing": len(self._leaving),
+            "num_steps": self.num_steps,
+            "num_computed_tokens": self.num_computed_tokens,
+            "num_preemptions": s.num_preemptions,
+            "prefix_cache_queries": s.prefix_queries,
+            "prefix_cache_hits": s.prefix_hits,
+            "num_blocks": self.pool.num_blocks,
+            "num_free_blocks": self.pool.num_free,
+            "connector": self.connector.stats() if self.connector is not None else {},
+        }
+
+    def close(self) -> None:
+        """Abort what runs, end the connector's threads, drop the model."""
+        for request_id in list(self.requests):
+            self.abort(request_id)
+        deadline = time.monotonic() + 30
+        while self._leaving and time.monotonic() < deadline:
+            if not self._collect():
+                self.wait(0.05)
+        if self.connector is not None:
+            self.connector.close(drain=False)
+        self._collect()
+        self.runner.close()
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    sources = [getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer]
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if isinstance(ids, int):
+            found.add(ids)
+        elif isinstance(ids, list | tuple):
+            found.update(i for i in ids if isinstance(i, int))
+    return frozenset(found)

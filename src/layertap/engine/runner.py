@@ -1,0 +1,181 @@
+"""Runs one scheduled step on the verifier: builds the inputs, lets the taps write, returns logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from layertap.engine.attention import BatchLayout
+from layertap.engine.draft import DraftModel
+from layertap.engine.scheduler import ScheduledRequest
+from layertap.engine.taps import Taps
+from layertap.engine.verifier import Verifier
+from layertap.layers import ServedLayers
+
+
+@dataclass(slots=True)
+class StepLogits:
+    """Logits of one step, for the requests that want some."""
+
+    sampling: list[ScheduledRequest]
+    rows: torch.Tensor | None
+    """[len(sampling), vocab]"""
+    prompt: list[tuple[ScheduledRequest, torch.Tensor]]
+    """Requests that want prompt log-probabilities, with the logits [n, vocab] of their tokens of this step.
+    Requests that want prompt log-probabilities, with the logits [n, vocab] of their tokens of this step."""
+
+
+class ModelRunner:
+    """Owns the caches of the verifier and of the draft model, and fills them.
+
+    Args:
+        verifier: the model.
+        served: tapped layers; None taps nothing.
+        num_blocks: blocks that the block pool hands out. One more is allocated for padding tokens.
+    """
+
+    def __init__(
+        self, verifier: Verifier, served: ServedLayers | None, num_blocks: int, block_size: int
+    ) -> None:
+        self.verifier = verifier
+        self.block_size = block_size
+        self.device = verifier.device
+        verifier.allocate((num_blocks + 1) * block_size)
+        self.draft: DraftModel | None = None
+        self._slot_mapping: torch.Tensor | None = None
+        if served is not None:
+            self.draft = DraftModel(
+                num_blocks + 1,
+                block_size,
+                len(served.columns),
+                verifier.hidden_size,
+                verifier.dtype,
+                self.device,
+            )
+            self._taps = Taps(verifier.decoder, verifier.layers, served.columns, self._store)
+
+    def _store(self, column: int, hidden_TH: torch.Tensor) -> None:
+        if self._slot_mapping is not None:
+            assert self.draft is not None
+            self.draft(column, hidden_TH, self._slot_mapping)
+
+    def close(self) -> None:
+        if self.draft is not None:
+            self._taps.remove()
+
+    def _slots(self, s: ScheduledRequest, start: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Slots of a request's tokens from ``start`` to the end of this step's part."""
+        end = s.start + s.num_tokens
+        blocks = np.asarray(s.request.block_ids[: -(-end // self.block_size)], dtype=np.int64)
+        positions = np.arange(start, end, dtype=np.int64)
+        slots: np.ndarray[Any, np.dtype[np.int64]] = blocks[positions // self.block_size] * self.block_size
+        slots += positions % self.block_size
+        return slots
+
+    def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor
+
+    @torch.inference_mode()
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepLogits:
+        """Compute one step. Keys, values and hidden states of all its tokens are in the caches afterwards."""
+        if self.verifier.packed:
+            return self._execute_packed(scheduled)
+        return self._execute_alone(scheduled)
+
+    def _execute_packed(self, scheduled: Sequence[ScheduledRequest]) -> StepLogits:
+        ids = np.concatenate([s.request.token_array(s.start, s.start + s.num_tokens) for s in scheduled])
+        positions = np.concatenate(
+            [np.arange(s.start, s.start + s.num_tokens, dtype=np.int64) for s in scheduled]
+        )
+        starts = [0, *np.cumsum([s.num_tokens for s in scheduled]).tolist()]
+        with_context = any(s.start for s in scheduled)
+        slots = [self._slots(s, 0 if s.start else s.start) for s in scheduled]
+        mapping = np.concatenate(
+            [x[s.start :] if s.start else x for x, s in zip(slots, scheduled, strict=True)]
+        )
+        slot_mapping = self._to_device(mapping)
+        cuda = self.device.type == "cuda"
+        totals = [s.start + s.num_tokens for s in scheduled]
+        layout = BatchLayout(
+            slot_mapping=slot_mapping,
+            query_starts=starts,
+            context_lens=[s.start for s in scheduled],
+            slots=[self._to_device(x) if s.start else None for x, s in zip(slots, scheduled, strict=True)],
+            cu_seqlens_q=self._to_device(np.asarray(starts, dtype=np.int32)) if cuda else None,
+            cu_seqlens_k=self._to_device(np.cumsum([0, *totals], dtype=np.int32)) if cuda else None,
+            max_seqlen_q=max(s.num_tokens for s in scheduled),
+            max_seqlen_k=max(totals),
+            all_slots=self._to_device(np.concatenate(slots)) if cuda and with_context else None,
+        )
+        sampling = [s for s in scheduled if s.samples]
+        wanted: list[int] = []
+        for i, s in enumerate(scheduled):
+            if s.request.params.prompt_logprobs is not None and s.start < s.request.num_prompt_tokens:
+                wanted.extend(range(starts[i], starts[i + 1]))
+            elif s.samples:
+                wanted.append(starts[i + 1] - 1)
+        rows = self._to_device(np.asarray(wanted, dtype=np.int64)) if wanted else None
+        self._slot_mapping = slot_mapping
+        try:
+            logits = self.verifier.forward_packed(
+                self._to_device(ids), self._to_device(positions), layout, rows
+            )
+        finally:
+            self._slot_mapping = None
+        if logits is None:
+            return StepLogits([], None, [])
+        prompt: list[tuple[ScheduledRequest, torch.Tensor]] = []
+        last: list[int] = []
+        offset = 0
+        for s in scheduled:
+            if s.request.params.prompt_logprobs is not None and s.start < s.request.num_prompt_tokens:
+                prompt.append((s, logits[offset : offset + s.num_tokens]))
+                offset += s.num_tokens
+                if s.samples:
+                    last.append(offset - 1)
+            elif s.samples:
+                last.append(offset)
+                offset += 1
+        if not sampling:
+            return StepLogits([], None, prompt)
+        return StepLogits(sampling, logits if not prompt else logits[last], prompt)
+
+    def _execute_alone(self, scheduled: Sequence[ScheduledRequest]) -> StepLogits:
+        rows: list[torch.Tensor] = []
+        sampling: list[ScheduledRequest] = []
+        prompt: list[tuple[ScheduledRequest, torch.Tensor]] = []
+        for s in scheduled:
+            request = s.request
+            end = s.start + s.num_tokens
+            more = s.samples and len(request.output_token_ids) + 1 < request.max_tokens
+            again = s.start > 0 and request.model_state is None
+            start = 0 if again else s.start
+            wants_all = request.params.prompt_logprobs is not None and s.start < request.num_prompt_tokens
+            self._slot_mapping = torch.from_numpy(self._slots(s, start)).to(self.device)
+            try:
+                ids = torch.from_numpy(request.token_array(start, end).copy()).to(self.device)
+                logits, request.model_state = self.verifier.forward_alone(
+                    ids,
+                    None if again else request.model_state,
+                    start,
+                    want_logits=s.samples or wants_all,
+                    keep_state=more and self.verifier.incremental,
+                    all_logits=wants_all,
+                )
+            finally:
+                self._slot_mapping = None
+            if logits is None:
+                continue
+            if wants_all:
+                prompt.append((s, logits))
+            if s.samples:
+                sampling.append(s)
+                rows.append(logits[-1:])
+        return StepLogits(sampling, torch.cat(rows) if rows else None, prompt)

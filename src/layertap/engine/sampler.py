@@ -1,0 +1,60 @@
+"""From logits to the next token: greedy, or drawn with temperature, top-k and top-p by each request's own
+generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from layertap.engine.request import Request
+from layertap.outputs import Logprob
+
+
+def sample(logits_nV: torch.Tensor, requests: Sequence[Request], default: torch.Generator) -> torch.Tensor:
+    """The next token of each request. Returns [n] int64 on the logits' device.
+
+    Args:
+        default: the engine's generator, for requests that bring no seed.
+    """
+    if all(r.params.greedy for r in requests):
+        return logits_nV.argmax(dim=-1)
+    logits = logits_nV.float()
+    chosen = logits.argmax(dim=-1)
+    for i, request in enumerate(requests):
+        p = request.params
+        if p.greedy:
+            continue
+        if p.seed is not None and request.generator is None:
+            request.generator = torch.Generator(device=logits.device).manual_seed(p.seed % 2**63)
+        row = logits[i] / p.temperature
+        if 0 < p.top_k < row.numel():
+            row = row.masked_fill(row < row.topk(p.top_k).values[-1], float("-inf"))
+        if p.top_p < 1.0:
+            ordered, order = row.sort(descending=True)
+            probabilities = ordered.softmax(-1)
+            # A token stays if the ones before it do not reach top_p yet.
+            drop = probabilities.cumsum(-1) - probabilities >= p.top_p
+            row = row.masked_fill(torch.zeros_like(drop).scatter(0, order, drop), float("-inf"))
+        generator = request.generator if request.generator is not None else default
+        chosen[i] = torch.multinomial(row.softmax(-1), 1, generator=generator)[0]
+    return chosen
+
+
+def logprobs_of(logits_nV: torch.Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+    """For each row, the ``count`` most likely tokens and the given one, with log-probability and rank."""
+    values = logits_nV.float().log_softmax(-1)
+    index = torch.tensor(list(tokens), device=values.device)[:, None]
+    own = values.gather(1, index)
+    ranks = (values > own).sum(-1) + 1
+    best = values.topk(min(count, values.shape[-1]), dim=-1) if count else None
+    result: list[dict[int, Logprob]] = []
+    for i, token in enumerate(tokens):
+        row = {int(token): Logprob(float(own[i, 0]), int(ranks[i]))}
+        if best is not None:
+            for rank, (v, t) in enumerate(
+                zip(best.values[i].tolist(), best.indices[i].tolist(), strict=True), 1
+            ):
+                row.setdefault(int(t), Logprob(v, rank))
+        result.append(row)
+    return result

