@@ -16,9 +16,10 @@ of its own. ``workload.json`` holds:
     prefix_caching     default false
     engine             further keyword arguments of vllm.LLM (default none)
 
-The result, one JSON object on standard output: ``versions``, and for each mode ``start_seconds`` (engine start),
-``peak_rss_bytes`` (summed over the engine's processes, sampled) and ``runs``, each with ``seconds`` until every
-output and every file was complete, ``tokens_per_second``, ``generate_seconds`` and ``first_file_seconds``.
+The result, one JSON object on standard output: ``versions`` and ``modes``; for each mode ``start_seconds`` (engine
+start, imports included), ``peak_rss_bytes`` (summed over the engine's processes, sampled) and ``runs``, each with
+``seconds`` until every output and every file was complete, ``tokens_per_second``, ``generate_seconds`` and, with
+files, ``first_file_seconds``.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def child(path: str, mode: str) -> None:
 def main(path: str) -> None:
     workload = json.loads(Path(path).read_text())
     Path(workload["output"]).mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"versions": {}, "modes": {}}
     with tempfile.TemporaryDirectory(prefix="vllm-peer-") as module_folder:
         shutil.copy(HERE / "vllm_peer_connector.py", module_folder)
         environment = dict(os.environ)
@@ -196,7 +197,7 @@ def main(path: str) -> None:
                 raise SystemExit(f"vllm_peer: mode {mode} ended with status {done.returncode}")
             answer = json.loads(done.stdout)
             result["versions"] = answer.pop("versions")
-            result[mode] = answer
+            result["modes"][mode] = answer
             if mode == "base":
                 clear(Path(workload["output"]))
     print(json.dumps(result))
