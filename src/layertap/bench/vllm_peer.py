@@ -2,8 +2,8 @@
 
     python vllm_peer.py workload.json > result.json
 
-Run by a Python that has vLLM; needs torch and safetensors besides, and nothing of layertap. Each mode has a process
-of its own. ``workload.json`` holds:
+Run by a Python that has vLLM; needs torch and safetensors besides, and nothing of layertap. Each mode has a
+process of its own. ``workload.json`` holds:
 
     model              folder of a Hugging Face model
     prompts            list of prompt_token_ids
@@ -16,10 +16,10 @@ of its own. ``workload.json`` holds:
     prefix_caching     default false
     engine             further keyword arguments of vllm.LLM (default none)
 
-The result, one JSON object on standard output: ``versions`` and ``modes``; for each mode ``start_seconds`` (engine
-start, imports included), ``peak_rss_bytes`` (summed over the engine's processes, sampled) and ``runs``, each with
-``seconds`` until every output and every file was complete, ``tokens_per_second``, ``generate_seconds`` and, with
-files, ``first_file_seconds``.
+The result, one JSON object on standard output: ``versions`` and ``modes``; for each mode ``start_seconds``
+(engine start, imports included), ``peak_rss_bytes`` (summed over the engine's processes, sampled) and
+``runs``, each with ``seconds`` until every output and every file was complete, ``tokens_per_second``,
+``generate_seconds`` and, with files, ``first_file_seconds``.
 """
 
 from __future__ import annotations

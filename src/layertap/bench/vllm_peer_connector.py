@@ -1,8 +1,9 @@
 """The least that gets hidden states out of vLLM's CPU build: the peer that ``layertap bench`` compares with.
 
-vLLM's own connector asks for pinned memory and CUDA streams, so it does not run on a CPU. This one does only what it
-must: it gathers a finished request's rows from the paged cache and writes one safetensors file, in threads that do
-not hold the GIL, while the engine computes the next step. No selection, checks, metadata or locks.
+vLLM's own connector asks for pinned memory and CUDA streams, so it does not run on a CPU. This one does
+only what it must: it gathers a finished request's rows from the paged cache and writes one safetensors
+file, in threads that do not hold the GIL, while the engine computes the next step. No selection, checks,
+metadata or locks.
 
 Needs vLLM, torch and safetensors, and nothing of layertap. Loaded through ``kv_connector_module_path``.
 """
@@ -32,7 +33,7 @@ class Save:
 
 
 @dataclass
-class Saves(KVConnectorMetadata):
+class Saves(KVConnectorMetadata):  # type: ignore[misc]
     saves: list[Save] = field(default_factory=list)
 
 

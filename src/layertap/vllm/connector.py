@@ -1,12 +1,14 @@
 """``LayertapConnector``: a thin shell that puts our producer under vLLM's connector API.
 
-The scheduler's half reads requests and decides what to keep of them; the worker's half (:mod:`layertap.vllm.worker`)
-copies and writes. A :class:`StepNotes` goes from the one to the other with each step.
+The scheduler's half reads requests and decides what to keep of them; the worker's half
+(:mod:`layertap.vllm.worker`) copies and writes. A :class:`StepNotes` goes from the one to the other with
+each step.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,8 +32,10 @@ from layertap.sinks.file import REQUEST_ID, SUFFIX
 from layertap.vllm.plan import CachePlan, as_BSCH, cache_of, check_version, writes_slots_last
 from layertap.vllm.worker import CacheWriter, Save
 
-# Ended by the engine itself, with all of the prompt computed. Aborted, ignored and failed requests publish nothing.
+# Ended by the engine itself, with all of the prompt computed. Aborted, ignored and failed requests publish
+# nothing.
 _COMPLETE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+RECORD_NAME = "layertap_record"
 _EXTRA = "kv_transfer_config.kv_connector_extra_config"
 
 
@@ -50,18 +54,23 @@ class StepNotes(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Entry:
+    name: str
+    """Of the record: vLLM's request id, unless ``record_names`` is on."""
     path: str
-    selection: Selection | None
+    selection: Selection | None = None
     refusal: str | None = None
 
 
 class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Delivers hidden states out of vLLM, for the speculative method ``extract_hidden_states``.
 
-    Answers ``kv_transfer_params: {"hidden_states_path": ...}``, and ``"error"`` beside it where nothing will come.
-    Options in ``kv_connector_extra_config``: those of :class:`~layertap.connectors.file.FileConnector`, and
+    Answers ``kv_transfer_params: {"hidden_states_path": ...}``, and ``"error"`` beside it where nothing
+    will come. Options in ``kv_connector_extra_config``: those of
+    :class:`~layertap.connectors.file.FileConnector`, and
         ``layers``: the columns of a record by default, in order, repetitions kept; the ids of the speculative
         configuration, which must not repeat one.
+        ``record_names``: a request may name its record, by ``extra_args["layertap_record"]`` of its sampling
+        parameters. For use within one program (``LLM(engine="vllm")``), where nobody else sends requests.
         ``allow_custom_save_path``: vLLM's; must be false, since nothing that a client sends chooses a path.
 
     Raises:
@@ -69,7 +78,11 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         InvalidInputError: an option or a layer id is wrong; the message names it and what is allowed.
     """
 
-    options: ClassVar[dict[str, Any]] = {**FileConnector.options, "allow_custom_save_path": False}
+    options: ClassVar[dict[str, Any]] = {
+        **FileConnector.options,
+        "record_names": False,
+        "allow_custom_save_path": False,
+    }
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_version(vllm.__version__)
@@ -77,6 +90,7 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         requested = extra.pop("layers", None)
         self._options = check_options(extra, self.options)
+        self._options["shared_storage_path"] = os.path.abspath(self._options["shared_storage_path"])
         if self._options["allow_custom_save_path"]:
             raise InvalidInputError(f"{_EXTRA}.allow_custom_save_path", True, "false")
         if vllm_config.device_config.device_type == "cuda" and "num_writer_threads" not in extra:
@@ -90,26 +104,30 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- scheduler -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Read what a request wants to keep. vLLM has no way to refuse it here: it runs, and is told why at its
-        end."""
-        request_id: str = request.request_id
-        entry = _Entry(self._path(request_id), None)
+        """Read what a request wants to keep. vLLM has no way to refuse it here: it runs, and is told why at
+        its end."""
+        name: str = request.request_id
+        if self._options["record_names"]:
+            extra = getattr(request.sampling_params, "extra_args", None) or {}
+            name = extra.get(RECORD_NAME, name)
+        refusal = None
+        selection = None
         try:
-            if not REQUEST_ID.fullmatch(request_id):
-                raise InvalidInputError("request_id", request_id, "letters, digits and _ . : = + @ -")
+            if not REQUEST_ID.fullmatch(name):
+                raise InvalidInputError("request_id", name, "letters, digits and _ . : = + @ -")
             if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
                 raise InvalidInputError("prompt_embeds", "...", "token ids or text: a record holds token ids")
-            entry.selection = Selection.parse(request.kv_transfer_params, self._plan.layers)
-            if not entry.selection.include_output_tokens:
-                entry.selection.check_length(len(request.prompt_token_ids))
+            selection = Selection.parse(request.kv_transfer_params, self._plan.layers)
+            if not selection.include_output_tokens:
+                selection.check_length(len(request.prompt_token_ids))
         except InvalidInputError as error:
-            entry.refusal = str(error)
-        self._entries[request_id] = entry
+            refusal = str(error)
+        self._entries[request.request_id] = _Entry(name, self._path(name), selection, refusal)
 
-    def _path(self, request_id: str) -> str:
-        if not REQUEST_ID.fullmatch(request_id):
-            request_id = "refused-" + hashlib.sha256(request_id.encode()).hexdigest()[:16]
-        return f"{self._options['shared_storage_path']}/{request_id}{SUFFIX}"
+    def _path(self, name: str) -> str:
+        if not REQUEST_ID.fullmatch(name):
+            name = "refused-" + hashlib.sha256(name.encode()).hexdigest()[:16]
+        return f"{self._options['shared_storage_path']}/{name}{SUFFIX}"
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
@@ -134,31 +152,21 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if request.status.name not in _COMPLETE or not request.output_token_ids:
             self._notes.dropped.append(entry.path)
             return False, None
-        if entry.refusal is None:
-            assert entry.selection is not None
-            job = self._job(request, entry.selection, block_ids[self._plan.group])
+        answer: dict[str, Any] = {"hidden_states_path": entry.path}
+        if entry.selection is not None and entry.refusal is None:
+            job = _job(request, entry.name, entry.selection, block_ids[self._plan.group])
             try:
                 entry.selection.check_length(job.num_states)
             except InvalidInputError as error:
                 entry.refusal = str(error)
-        if entry.refusal is not None:
-            self._notes.failed[entry.path] = entry.refusal
-            return False, {"hidden_states_path": entry.path, "error": entry.refusal}
-        self._notes.saves.append(Save(job, entry.path))
-        return True, {"hidden_states_path": entry.path}
+            else:
+                self._notes.saves.append(Save(request.request_id, job, entry.path))
+                return True, answer
+        self._notes.failed[entry.path] = entry.refusal or ""
+        return False, answer | {"error": entry.refusal}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
-
-    @staticmethod
-    def _job(request: Any, selection: Selection, block_ids: list[int]) -> Job:
-        prompt = list(request.prompt_token_ids)
-        token_ids = prompt
-        num_tokens = len(prompt)
-        if selection.include_output_tokens:
-            token_ids = list(request.all_token_ids)
-            num_tokens = len(token_ids) - 1  # the last token was never an input
-        return Job(request.request_id, token_ids, num_tokens, len(prompt), list(block_ids), selection)
 
     # --- worker --------------------------------------------------------------------------------------------
 
@@ -170,8 +178,8 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._writer = CacheWriter(view, self._plan, self._options)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Each step's first call (some versions make it after the forward): nothing is loaded, ended requests are
-        handed on. Where it precedes the forward, their copies run beside it."""
+        """Each step's first call (some versions make it after the forward): nothing is loaded, ended
+        requests are handed on. Where it precedes the forward, their copies run beside it."""
         self._take_notes()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -204,10 +212,20 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for path in notes.dropped:
             self._writer.drop(path)
         for path, reason in notes.failed.items():
-            self._writer.fail(path, reason)
+            self._writer.refuse(path, reason)
         self._writer.save(notes.saves)
 
     def shutdown(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _job(request: Any, name: str, selection: Selection, block_ids: list[int]) -> Job:
+    prompt = list(request.prompt_token_ids)
+    token_ids = prompt
+    num_tokens = len(prompt)
+    if selection.include_output_tokens:
+        token_ids = list(request.all_token_ids)
+        num_tokens = len(token_ids) - 1  # the last token was never an input
+    return Job(name, token_ids, num_tokens, len(prompt), list(block_ids), selection)

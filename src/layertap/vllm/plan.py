@@ -1,7 +1,7 @@
 """What the connector reads of vLLM's configuration: once, at start, the same in scheduler and worker.
 
-Shapes: B blocks, S tokens in a block, C tapped boundaries, H hidden size. Facts about vLLM that this relies on are
-listed in ``docs/vllm.md``; each is asserted here against vLLM's own objects.
+Shapes: B blocks, S tokens in a block, C tapped boundaries, H hidden size. Facts about vLLM that this relies
+on are listed in ``docs/vllm.md``; each is asserted here against vLLM's own objects.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class CachePlan:
     num_blocks: int
 
     @classmethod
-    def read(cls, vllm_config: Any, kv_cache_config: Any, requested: Sequence[int] | None = None) -> CachePlan:
+    def read(
+        cls, vllm_config: Any, kv_cache_config: Any, requested: Sequence[int] | None = None
+    ) -> CachePlan:
         """Read a ``VllmConfig`` and a ``KVCacheConfig``.
 
         Args:
@@ -83,8 +85,9 @@ class CachePlan:
 def served_layers(ids: Any, num_hidden_layers: int, requested: Sequence[int] | None) -> ServedLayers:
     """The layers that vLLM captures, in the order that the user wants them.
 
-    vLLM captures each boundary once, in depth order, into as many columns as it was given ids; so its own list must
-    not repeat one. ``kv_connector_extra_config.layers`` says which columns a record has by default.
+    vLLM captures each boundary once, in depth order, into as many columns as it was given ids; so its own
+    list must not repeat one. ``kv_connector_extra_config.layers`` says which columns a record has by
+    default.
     """
     allowed = f"distinct integers from 0 to {num_hidden_layers}"
     if not isinstance(ids, list | tuple) or not ids:
@@ -160,11 +163,14 @@ def writes_slots_last(write: Any) -> bool:
     Raises:
         UnsupportedVllmError: it writes in neither order.
     """
-    # Both inner dimensions are 2, so that the writer takes either order. Token at slot 1: two columns, 1 and 2.
+    # Both inner dimensions are 2, so that the writer takes either order. Token at slot 1: two columns, 1
+    # and 2.
     cache = torch.zeros(1, 2, 2, 1)
     write(torch.tensor([[[1.0], [2.0]]]), cache, torch.tensor([1]))
     if torch.equal(cache[0, :, :, 0], torch.tensor([[0.0, 0.0], [1.0, 2.0]])):
         return False
     if torch.equal(cache[0, :, :, 0], torch.tensor([[0.0, 1.0], [0.0, 2.0]])):
         return True
-    raise UnsupportedVllmError(f"vLLM writes hidden states in an unknown order; known are those of {SUPPORTED}")
+    raise UnsupportedVllmError(
+        f"vLLM writes hidden states in an unknown order; known are those of {SUPPORTED}"
+    )

@@ -1,9 +1,10 @@
 """How a reader learns that a file is complete: vLLM's ``<path>.lock`` protocol, and ``<path>.error``.
 
-vLLM answers a request before its file is complete. So from the request's first step on, long before the answer, the
-worker holds an exclusive ``flock`` on ``<path>.lock``, and lets go of it once the file has its final name. After a
-failure ``<path>.error`` holds the reason in one line, and is there before the lock is released. The lock file stays
-(vLLM's own readers open it); whoever deletes the record deletes it too.
+vLLM answers a request before its file is complete. So from the request's first step on, long before the
+answer, the worker holds an exclusive ``flock`` on ``<path>.lock``, and lets go of it once the file has its
+final name. After a failure ``<path>.error`` holds the reason in its first line and the kind of
+:class:`~layertap.errors.ExtractionError` in its second, and is there before the lock is released. The lock
+file stays (vLLM's own readers open it); whoever deletes the record deletes it too.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Publication:
         return len(self._fds)
 
     def begin(self, path: str) -> None:
-        """Take the lock of a path, and forget what an earlier request of this name left there. Never raises: a
-        storage that takes no lock takes no file either, and that is told when the file is written."""
+        """Take the lock of a path, and forget what an earlier request of this name left there. Never
+        raises: a storage that takes no lock takes no file either, and that is told when the file is
+        written."""
         with self._guard:
             if path in self._fds:
                 return
@@ -54,7 +56,7 @@ class Publication:
         """The file is complete under its name."""
         self._let_go(path)
 
-    def fail(self, path: str, reason: str) -> None:
+    def fail(self, path: str, reason: str, kind: str) -> None:
         """Nothing will come: leave the reason where a reader looks for it."""
         line = " ".join(reason.split())
         logger.error("%s: %s", path, line)
@@ -62,7 +64,7 @@ class Publication:
         try:
             # A full device may still take a name, if not the text: an empty file also says that it failed.
             try:
-                Path(temporary).write_text(line + "\n")
+                Path(temporary).write_text(f"{line}\n{kind}\n")
             finally:
                 os.replace(temporary, path + ERROR_SUFFIX)
         except OSError as error:

@@ -1,7 +1,7 @@
 """The worker's half: from vLLM's cache through the producer to files, with their locks.
 
-Exactly one worker writes: the one of tensor-parallel rank 0 that holds the cache (under pipeline parallelism the
-last stage). All ranks hold the same states.
+Exactly one worker writes: the one of tensor-parallel rank 0 that holds the cache (under pipeline
+parallelism the last stage). All ranks hold the same states.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _PAUSE = 0.5  # seconds between looks at whether to end; news wakes the watcher 
 class Save:
     """A request that has ended with its whole prompt computed."""
 
+    request_id: str
+    """vLLM's; the job's is the record's name."""
     job: Job
     path: str
 
@@ -34,7 +36,8 @@ class Save:
 class CacheWriter:
     """Takes saves, tells which blocks are free, and publishes.
 
-    A thread of its own waits for the producer's news: files must be published also while vLLM has no step to run.
+    A thread of its own waits for the producer's news: files must be published also while vLLM has no step
+    to run.
 
     Args:
         cache: [num_blocks, block_size, C, H], a view of vLLM's cache.
@@ -53,7 +56,7 @@ class CacheWriter:
             ring_bytes=options["staging_ring_bytes"],
             num_writers=options["num_writer_threads"],
         )
-        self._paths: dict[str, str] = {}
+        self._saves: dict[str, Save] = {}  # by the record's name
         self._copied: set[str] = set()
         self._guard = threading.Lock()
         self._closing = threading.Event()
@@ -68,22 +71,27 @@ class CacheWriter:
     def save(self, saves: Iterable[Save]) -> None:
         """Queue ended requests. Their blocks stay as they are until :meth:`take_copied` names them."""
         for save in saves:
-            request_id = save.job.request_id
-            with self._guard:
-                self._paths[request_id] = save.path
+            name = save.job.request_id
             try:
                 self.producer.check(save.job.selection.columns)
+                with self._guard:
+                    if name in self._saves:
+                        raise InvalidInputError(
+                            "request_id", name, "an id that is not being delivered already"
+                        )
+                    self._saves[name] = save
                 self.producer.submit(save.job)
             except InvalidInputError as error:
                 with self._guard:
-                    del self._paths[request_id]
-                    self._copied.add(request_id)
-                self.publication.fail(save.path, str(error))
+                    self._copied.add(save.request_id)
+                self.publication.fail(save.path, str(error), "invalid_input")
 
-    def fail(self, path: str, reason: str) -> None:
-        self.publication.fail(path, reason)
+    def refuse(self, path: str, reason: str) -> None:
+        """A request whose wish cannot be met."""
+        self.publication.fail(path, reason, "invalid_input")
 
     def drop(self, path: str) -> None:
+        """A request that was aborted."""
         self.publication.drop(path)
 
     def take_copied(self) -> set[str]:
@@ -108,13 +116,13 @@ class CacheWriter:
                 self._note(news)
 
     def _note(self, news: Completion) -> None:
-        if news.kind == "copied":
-            with self._guard:
-                self._copied.add(news.request_id)
-            return
         with self._guard:
-            path = self._paths.pop(news.request_id)
+            save = self._saves[news.request_id]
+            if news.kind == "copied":
+                self._copied.add(save.request_id)
+                return
+            del self._saves[news.request_id]
         if news.error is None:
-            self.publication.publish(path)
+            self.publication.publish(save.path)
         else:
-            self.publication.fail(path, news.error.reason)
+            self.publication.fail(save.path, news.error.reason, news.error.kind)
