@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,11 @@ def start(tiny: Callable[..., str]) -> Iterator[Callable[..., LLM]]:
         pytest.skip(WHY_NOT)
     running: list[LLM] = []
 
-    def go(model: str = "llama", **options: Any) -> LLM:
+    def go(model: str = "llama", changes: Mapping[str, Any] | None = None, **options: Any) -> LLM:
         for llm in running:  # vLLM keeps one engine in a process
             llm.close()
         running.clear()
-        path = model if "/" in model else tiny(model, **SHAPES[model])
+        path = model if "/" in model else tiny(model, **SHAPES[model], **(changes or {}))
         running.append(LLM(path, **vllm_options(**options)))
         return running[0]
 
@@ -30,8 +31,8 @@ def start(tiny: Callable[..., str]) -> Iterator[Callable[..., LLM]]:
 
 
 @pytest.fixture
-def python() -> Iterator[str]:
+def python() -> str:
     """The interpreter for engines in processes of their own."""
     if not HAS_VLLM:
         pytest.skip(WHY_NOT)
-    yield sys.executable
+    return sys.executable

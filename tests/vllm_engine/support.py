@@ -16,8 +16,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 WHY_NOT = "vLLM is not installed here; scripts/setup_vllm_cpu.sh makes an environment with it"
 # Head sizes that vLLM's CPU attention takes start at 32.
-SHAPES: dict[str, dict[str, Any]] = {name: {"head_dim": 32} for name in ("llama", "qwen3", "gemma3")}
-SHAPES["qwen3_moe"] = {"head_dim": 32}
+SHAPES: dict[str, dict[str, Any]] = {
+    name: {"head_dim": 32} for name in ("llama", "qwen3", "qwen3_moe", "mistral", "gpt_oss", "gemma3")
+}
 
 
 def vllm_options(**more: Any) -> dict[str, Any]:
@@ -61,6 +62,7 @@ def settle(llm: Any) -> None:
     while scheduler_of(llm).has_requests():
         assert time.monotonic() < deadline, "vLLM does not come to rest"
         time.sleep(0.005)
+    vllm_of(llm).call(lambda: None)  # the step that was under way is over
 
 
 def free_blocks(llm: Any) -> int:

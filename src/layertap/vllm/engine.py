@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layertap.errors import ExtractionError, InvalidInputError
+from layertap.errors import ExtractionError, InvalidInputError, UnsupportedModelError
 from layertap.outputs import CompletionOutput, Logprob
 from layertap.reader import ERROR_SUFFIX, LOCK_SUFFIX, read_error
 from layertap.sampling_params import SamplingParams
@@ -84,7 +84,16 @@ class VllmEngine:
     def __init__(self, arguments: dict[str, Any], delivers: bool) -> None:
         import vllm
 
-        self.llm = vllm.LLM(**arguments)
+        try:
+            self.llm = vllm.LLM(**arguments)
+        except Exception as error:
+            _clean_up()
+            if "EAGLE3" in str(error):
+                raise UnsupportedModelError(
+                    f"vLLM {vllm.__version__} hands out no hidden states of this model class ({error}); "
+                    "use engine='torch'"
+                ) from error
+            raise
         self.delivers = delivers
         self._engine = self.llm.llm_engine
         # With vLLM's core in this process, nobody else steps it until the last blocks are free.
@@ -159,9 +168,7 @@ class VllmEngine:
         self._threads[1].join()
         self._engine.engine_core.shutdown()
         if self._core is not None:
-            from vllm.distributed import cleanup_dist_env_and_memory
-
-            cleanup_dist_env_and_memory()
+            _clean_up()
 
     # --- the engine's thread -------------------------------------------------------------------------------
 
@@ -312,3 +319,10 @@ class VllmEngine:
                 reason = self._failure or "its writer let go of it, but there is no file"
                 return ExtractionError(request_id, reason)
             time.sleep(_POLL)
+
+
+def _clean_up() -> None:
+    """Forget the process groups of an engine in this process, so that another one can start."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()

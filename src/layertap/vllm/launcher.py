@@ -18,7 +18,7 @@ from layertap.layers import LayerSpec
 from layertap.vllm.arguments import layer_ids, model_layers, speculative_config, transfer_config
 
 SERVED_LAYERS_ENV = "LAYERTAP_SERVED_LAYERS"
-"""Tells :class:`layertap.vllm.middleware.CheckTransferParams` what is served: ``{"ids": [...], "total": N}``."""
+"""Tells :mod:`layertap.vllm.middleware` what is served: ``{"ids": [...], "total": N}``."""
 MIDDLEWARE = "layertap.vllm.middleware.CheckTransferParams"
 DEFAULT_FOLDER = "/tmp/hidden_states"
 
@@ -45,15 +45,17 @@ def serve_command(arguments: Sequence[str]) -> ServeCommand:
     """Turn ``layertap serve``'s arguments into vLLM's.
 
     Args:
-        arguments: MODEL and flags, in any order: ``--layers`` (or vLLM's ``--speculative_config``), ``--output``
-            (or ``--kv_transfer_config``), and any flag of ``vllm serve``.
+        arguments: MODEL and flags, in any order: ``--layers`` (or vLLM's ``--speculative_config``),
+            ``--output`` (or ``--kv_transfer_config``), and any flag of ``vllm serve``.
 
     Raises:
         InvalidInputError: no model or no layers, or a value that is not allowed.
     """
     ours, rest = _split(arguments)
     if not rest or rest[0].startswith("-"):
-        raise InvalidInputError("MODEL", rest[0] if rest else None, "a Hugging Face id, a folder or 'smollm2'")
+        raise InvalidInputError(
+            "MODEL", rest[0] if rest else None, "a Hugging Face id, a folder or 'smollm2'"
+        )
     model, flags = rest[0], rest[1:]
     trusted = any(_dashed(flag) == "--trust-remote-code" for flag in flags)
     path, total = model_layers(model, trusted, ours.get("--revision"))

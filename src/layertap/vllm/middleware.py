@@ -1,7 +1,7 @@
 """Refuses a request whose ``kv_transfer_params`` are wrong before vLLM runs it, with OpenAI's error body.
 
-A connector can only say so at a request's end; this sits in front of vLLM's HTTP server (``--middleware``, which
-``layertap serve --engine vllm`` adds).
+A connector can only say so at a request's end; this sits in front of vLLM's HTTP server (``--middleware``,
+which ``layertap serve --engine vllm`` adds).
 """
 
 from __future__ import annotations
