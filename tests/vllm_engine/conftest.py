@@ -30,7 +30,7 @@ def start(tiny: Callable[..., str]) -> Iterator[Callable[..., LLM]]:
         llm.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def python() -> str:
     """The interpreter for engines in processes of their own."""
     if not HAS_VLLM:

@@ -30,7 +30,8 @@ from layertap import LLM, SamplingParams
 
 def main():
     model, folder = sys.argv[1:]
-    transfer = {"kv_connector": "LayertapConnector", "kv_connector_extra_config": {"shared_storage_path": folder}}
+    extra = {"shared_storage_path": folder}
+    transfer = {"kv_connector": "LayertapConnector", "kv_connector_extra_config": extra}
     options = dict(dtype="float32", skip_tokenizer_init=True, max_model_len=256, max_num_batched_tokens=128,
                    max_num_seqs=8, block_size=32, num_gpu_blocks_override=24, enforce_eager=True,
                    kv_cache_memory_bytes=64 << 20)
@@ -113,8 +114,9 @@ class Server:
             "--speculative_config", json.dumps(speculative),
             "--kv_transfer_config", json.dumps(transfer),
             "--port", str(self.port), "--host", "127.0.0.1", "--skip-tokenizer-init", "--dtype", "float32",
-            "--enforce-eager", "--max-model-len", "512", "--max-num-batched-tokens", "64", "--block-size", "32",
-            "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(16 << 20), "--gpu-memory-utilization", "0.2",
+            "--enforce-eager", "--max-model-len", "512", "--max-num-batched-tokens", "64",
+            "--block-size", "32", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(16 << 20),
+            "--gpu-memory-utilization", "0.2",
         ]  # fmt: skip
         self._log = log.open("w")
         self.process = subprocess.Popen(

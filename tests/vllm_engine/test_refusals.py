@@ -1,5 +1,5 @@
-"""States that are no states, in an engine of their own: vLLM's CPU attention multiplies what stale blocks hold
-by zero, so that NaN in a freed block reaches later requests there."""
+"""States that are no states, in an engine of their own: vLLM's CPU attention multiplies what stale blocks
+hold by zero, so that NaN in a freed block reaches later requests there."""
 
 from __future__ import annotations
 
