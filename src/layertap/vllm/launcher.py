@@ -59,7 +59,7 @@ def serve_command(arguments: Sequence[str]) -> ServeCommand:
     model, flags = rest[0], rest[1:]
     trusted = any(_dashed(flag) == "--trust-remote-code" for flag in flags)
     path, total = model_layers(model, trusted, ours.get("--revision"))
-    ids = layer_ids(*_layers(ours), total)
+    ids = layer_ids(_layers(ours), total)
     given = _transfer(ours)
     transfer = transfer_config(given, ids)
     result = ["serve", path, *flags]
@@ -138,15 +138,15 @@ def _json(flag: str, text: str) -> Mapping[str, Any]:
     return value
 
 
-def _layers(ours: Mapping[str, str]) -> tuple[LayerSpec, ...]:
+def _layers(ours: Mapping[str, str]) -> LayerSpec:
     flag = "--speculative-config"
     if "--layers" in ours:
         if flag in ours:
             raise InvalidInputError("--layers", ours["--layers"], f"nothing together with {flag}")
-        return (ours["--layers"],)
+        return ours["--layers"]
     if flag not in ours:
         raise InvalidInputError("--layers", None, f"layer ids ('3,18,-1', 'eagle3', 'all'), or {flag}")
-    return (layers_of_speculative_config(_json(flag, ours[flag])),)
+    return layers_of_speculative_config(_json(flag, ours[flag]))
 
 
 def _transfer(ours: Mapping[str, str]) -> Mapping[str, Any]:
