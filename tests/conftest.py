@@ -42,7 +42,7 @@ def make_llm(tiny: Callable[..., str]) -> Iterator[Callable[..., LLM]]:
     """``make_llm("llama", layers="all", ...)`` is a small engine over a tiny model; closed after the test."""
     open_llms: list[LLM] = []
 
-    def make(model: str = "llama", dtype: torch.dtype = torch.float32, **kwargs: Any) -> LLM:
+    def make(model: str = "llama", weights: torch.dtype = torch.float32, **kwargs: Any) -> LLM:
         options: dict[str, Any] = {
             "layers": "all",
             "skip_tokenizer_init": True,
@@ -51,7 +51,7 @@ def make_llm(tiny: Callable[..., str]) -> Iterator[Callable[..., LLM]]:
             "device": "cpu",
             **kwargs,
         }
-        path = model if "/" in model or model == "smollm2" else tiny(model, dtype)
+        path = model if "/" in model or model == "smollm2" else tiny(model, weights)
         llm = LLM(path, **options)
         open_llms.append(llm)
         return llm

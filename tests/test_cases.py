@@ -199,7 +199,7 @@ def test_case_11_extraction_changes_no_text(name: str, make_llm: Callable[..., L
 def test_case_14_large_bfloat16_values_stay_bit_equal_and_do_not_become_inf(
     make_llm: Callable[..., LLM],
 ) -> None:
-    llm = make_llm(dtype=torch.bfloat16, layers=[0])
+    llm = make_llm(weights=torch.bfloat16, layers=[0])
     embed = llm._core.verifier.model.get_input_embeddings().weight
     with torch.no_grad():
         embed[11, 3] = 1e5
@@ -246,8 +246,14 @@ def test_case_19_sizes_come_from_a_nested_text_config(make_llm: Callable[..., LL
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
         "image_size": 28, "patch_size": 14,
     }  # fmt: skip
-    config = transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4,
-                                       boi_token_index=150, eoi_token_index=151, image_token_index=152)  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(),
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        boi_token_index=150,
+        eoi_token_index=151,
+        image_token_index=152,
+    )
     torch.manual_seed(0)
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
     model.save_pretrained(tmp_path)

@@ -58,8 +58,10 @@ class EngineConfig:
     """Run model code that comes with a checkpoint."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    enforce_eager: bool = False
-    """Compile nothing: slower, but starts at once."""
+    enforce_eager: bool | None = None
+    """True compiles nothing: slower, but starts at once. None compiles the decoder layers on a GPU only,
+    False on a
+    CPU, too."""
     load_format: str = "auto"
     """``auto`` reads the weights; ``dummy`` draws them at random from ``seed`` (for benchmarks)."""
     skip_tokenizer_init: bool = False
@@ -82,8 +84,7 @@ class EngineConfig:
             raise InvalidInputError(
                 "model", self.model, "a Hugging Face id, a local folder, a .gguf file or 'smollm2'"
             )
-        if not isinstance(self.dtype, str):
-            self.dtype = str(self.dtype).removeprefix("torch.")
+        self.dtype = str(self.dtype).removeprefix("torch.")
         if self.dtype not in DTYPES:
             raise InvalidInputError("dtype", self.dtype, ", ".join(DTYPES))
         self.dtype = {"half": "float16", "float": "float32"}.get(self.dtype, self.dtype)

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
+
 from layertap import reader
 from layertap.config import EngineConfig, layers_of_speculative_config
 from layertap.connectors.transfer_config import KVTransferConfig
@@ -21,7 +23,7 @@ from layertap.engine.collector import OutputCollector
 from layertap.engine.core import EngineCore
 from layertap.engine.loop import EngineLoop
 from layertap.errors import ExtractionError, InvalidInputError
-from layertap.layers import LayerSpec
+from layertap.layers import LayerSpec, ServedLayers
 from layertap.outputs import RequestOutput, handle_of
 from layertap.progress import Progress
 from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_list, is_single
@@ -33,6 +35,8 @@ logger = logging.getLogger("layertap")
 
 OnError = Literal["raise", "return"]
 _LEAST_BUFFER = 1 << 28
+# Steps' worth of prompts that wait in the engine, so that it never idles for want of the next one.
+_STEPS_AHEAD = 8
 
 
 class LLM:
@@ -163,6 +167,54 @@ class LLM:
             raised.outputs = finished
             raise raised from error
         return finished
+
+    def generate_as_completed(
+        self,
+        requests: Iterable[tuple[str, Any]],
+        sampling_params: SamplingParams | None = None,
+    ) -> Iterator[tuple[str, RequestOutput | InvalidInputError]]:
+        """Yield outputs in the order in which they are ready, for any number of prompts in bounded memory.
+
+        Args:
+            requests: pairs of a request id and a prompt; read only as far ahead as keeps the engine busy.
+            sampling_params: for all of them.
+
+        Yields:
+            The request id with its output (whose ``error`` is set if its states could not be stored), or with
+            the error of a prompt that was refused.
+        """
+        params = sampling_params or SamplingParams()
+        done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
+        running: dict[int, OutputCollector] = {}
+        most_tokens = _STEPS_AHEAD * (self.config.max_num_batched_tokens or 0)
+        tokens = 0
+        source = enumerate(requests)
+        exhausted = False
+        try:
+            while running or not exhausted:
+                while not exhausted and (
+                    not running or (len(running) < 2 * self.config.max_num_seqs and tokens < most_tokens)
+                ):
+                    item = next(source, None)
+                    if item is None:
+                        exhausted = True
+                        break
+                    index, (name, prompt) = item
+                    try:
+                        tokenized = self.prompt_tokenizer(prompt, "prompt")
+                        collector = self._collector(name, tokenized, params, index, done)
+                    except InvalidInputError as error:
+                        yield name, error
+                        continue
+                    self._submit(collector)
+                    running[index] = collector
+                    tokens += len(tokenized.token_ids)
+                if running:
+                    index, output = done.get()
+                    tokens -= len(running.pop(index).prompt.token_ids)
+                    yield output.request_id, output
+        finally:
+            self._abort(running.values())
 
     def chat(
         self,
@@ -349,6 +401,17 @@ class LLM:
         return self._core.tokenizer
 
     @property
+    def served_layers(self) -> ServedLayers | None:
+        """The tapped layers; None if this LLM taps none."""
+        return self._core.served
+
+    def storage_dtype(self, dtype: str = "auto") -> torch.dtype:
+        """What a selection's ``dtype`` means for this model: ``"auto"`` is the model's own."""
+        found = self._core.verifier.dtype if dtype == "auto" else getattr(torch, dtype)
+        assert isinstance(found, torch.dtype)
+        return found
+
+    @property
     def num_hidden_layers(self) -> int:
         return self._core.verifier.num_hidden_layers
 
@@ -391,6 +454,7 @@ class LLM:
         index: int,
         done: queue.SimpleQueue[tuple[int, RequestOutput]],
     ) -> OutputCollector:
+        self._loop.check()
         return OutputCollector(self._core, name, prompt, params, lambda output: done.put((index, output)))
 
     def _submit(self, collector: OutputCollector) -> None:

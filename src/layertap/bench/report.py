@@ -21,7 +21,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """One row for each peer of the ``cpu`` suite."""
     peers = result["peers"]
     ours = peers.get("torch", {}).get("tokens_per_second", {}).get("median")
-    table = []
+    table: list[tuple[str, ...]] = []
     for name, peer in peers.items():
         rate = peer["tokens_per_second"]
         ratio = f"{ours / rate['median']:.2f} x" if ours and name != "torch" else ""

@@ -51,8 +51,9 @@ class Workload:
         shared = f", {self.shared_prefix} of them shared" if self.shared_prefix else ""
         return (
             f"{self.num_prompts} prompts of {self.shared_prefix + self.min_tokens} to "
-            f"{self.shared_prefix + self.max_tokens} random tokens{shared} (mean {total / self.num_prompts:.0f}, "
-            f"{total} together), layers {','.join(map(str, self.layers))}, {self.dtype}, "
+            f"{self.shared_prefix + self.max_tokens} random tokens{shared} "
+            f"(mean {total / self.num_prompts:.0f}, {total} together), "
+            f"layers {','.join(map(str, self.layers))}, {self.dtype}, "
             f"{self.token_budget} tokens a step, a safetensors file for each prompt"
         )
 

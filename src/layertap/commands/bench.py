@@ -60,9 +60,14 @@ def bench(
         raise InvalidInputError("--max-tokens", max_tokens, f"at least --min-tokens ({min_tokens})")
     console = Console(stderr=True)
     workload = base_workload(
-        model, layers=layers, num_prompts=num_prompts, min_tokens=min_tokens, max_tokens=max_tokens, dtype=dtype,
+        model,
+        layers=layers,
+        num_prompts=num_prompts,
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        dtype=dtype,
         token_budget=token_budget,
-    )  # fmt: skip
+    )
     console.print(workload.describe(), highlight=False)
     options = BenchOptions(chosen, repeat, vllm_python or sys.executable, threads)
     command = shlex.join(["layertap", *sys.argv[1:]])

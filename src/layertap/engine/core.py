@@ -18,6 +18,7 @@ from layertap.connectors.registry import create_connector
 from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig
 from layertap.engine import loader
 from layertap.engine.block_pool import BlockPool
+from layertap.engine.compile import compile_layers, uncompile_layers
 from layertap.engine.detokenizer import Detokenizer
 from layertap.engine.memory import cache_bytes, num_blocks_for
 from layertap.engine.request import Request, RequestStatus
@@ -86,6 +87,7 @@ class EngineCore:
             self.pool, config.block_size, budget, config.max_num_seqs, whole_sequences=not packed
         )
         self.runner = ModelRunner(self.verifier, self.served, num_blocks, config.block_size)
+        self.compiled = self._compile()
         self.connector: KVConnectorBase | None = None
         if self.served is not None:
             assert self.runner.draft is not None
@@ -383,6 +385,24 @@ class EngineCore:
 
     # --- the end -------------------------------------------------------------------------------------------
 
+    def _compile(self) -> bool:
+        """Compile the decoder layers where that is wanted and works; whether it was done."""
+        wanted = self.config.enforce_eager is False or (
+            self.config.enforce_eager is None and self.device.type == "cuda"
+        )
+        layers = self.verifier.layers
+        if not wanted or not self.verifier.packed or not compile_layers(layers):
+            return False
+        started = time.monotonic()
+        try:
+            self.runner.warm_up(with_logits=not self.config.extract_only)
+        except (RuntimeError, OSError, ImportError) as e:  # no compiler on this machine, or one that fails
+            logger.warning("layers run uncompiled: %s: %s", type(e).__name__, loader.first_line(e))
+            uncompile_layers(layers)
+            return False
+        logger.info("compiled the decoder layers in %.1f s", time.monotonic() - started)
+        return True
+
     def _activation_bytes(self, budget: int) -> int:
         """What a full step needs beside the weights; measured on CUDA, not needed elsewhere."""
         if self.device.type != "cuda":
@@ -419,7 +439,12 @@ class EngineCore:
         if self.connector is not None:
             self.connector.close(drain=False)
         self._collect()
+        self.connector = None  # it refers to the cache
         self.runner.close()
+        self._launched.clear()
+        self.verifier.close()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -1,8 +1,8 @@
 """Half-precision models on CPUs that have no half-precision matrix units.
 
-There, a bfloat16 matrix product runs several times slower than a float32 one. The linear layers then keep their
-weights in float32 and round their results back: same inputs, same weights, same output dtype, with float32
-accumulation as the half-precision kernels have it, too.
+There, a bfloat16 matrix product runs several times slower than a float32 one. The linear layers then keep
+their weights in float32 and round their results back: same inputs, same weights, same output dtype, with
+float32 accumulation as the half-precision kernels have it, too.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class EngineLoop:
             EngineClosedError: nothing will run it.
         """
         with self._lock:
-            self._check()
+            self.check()
             self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:
@@ -68,7 +68,7 @@ class EngineLoop:
             return function()
         call = _Call(function, threading.Event())
         with self._lock:
-            self._check()
+            self.check()
             self._inbox.put(call)
         while not call.done.wait(0.5):
             if not self._thread.is_alive():
@@ -86,7 +86,10 @@ class EngineLoop:
             self._inbox.put(None)
         self._thread.join()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises:
+        EngineClosedError: nothing will run any more.
+        """
         if self._failure is not None:
             raise EngineClosedError(f"the engine has failed: {self._failure}") from self._failure
         if self._closed:

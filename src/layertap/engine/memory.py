@@ -56,8 +56,8 @@ def cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: in
             raise InvalidInputError(
                 "gpu_memory_utilization",
                 config.gpu_memory_utilization,
-                f"enough for the model: of {format_bytes(total)}, {format_bytes(total - free)} are in use and a "
-                f"full step needs {format_bytes(activation_bytes)} more; raise it, lower "
+                f"enough for the model: of {format_bytes(total)}, {format_bytes(total - free)} are in use "
+                f"and a full step needs {format_bytes(activation_bytes)} more; raise it, lower "
                 "max_num_batched_tokens or use a larger GPU",
             )
         return budget

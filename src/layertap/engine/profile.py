@@ -29,7 +29,7 @@ def measure_step(verifier: Verifier, num_tokens: int) -> int:
         if verifier.packed:
             verifier.allocate(total)
             with_caches = torch.cuda.memory_allocated(device)
-            slots = torch.arange(total, device=device).split(lengths)
+            slots = torch.split(torch.arange(total, device=device), lengths)
             layout = make_layout(list(slots), [0] * len(lengths), lengths)
             verifier.forward_packed(ids, positions, layout, None)
         else:

@@ -12,9 +12,13 @@ import torch
 from layertap.engine.attention import BatchLayout
 from layertap.engine.draft import DraftModel
 from layertap.engine.scheduler import ScheduledRequest
+from layertap.engine.self_check import make_layout
 from layertap.engine.taps import Taps
 from layertap.engine.verifier import Verifier
 from layertap.layers import ServedLayers
+
+# Primes, that no other size of a model is likely to equal: a graph would take the two for one.
+_WARM_UP_TOKENS = (211, 97, 1)
 
 
 @dataclass(slots=True)
@@ -63,9 +67,27 @@ class ModelRunner:
             assert self.draft is not None
             self.draft(column, hidden_TH, self._slot_mapping)
 
+    @torch.inference_mode()
+    def warm_up(self, with_logits: bool) -> None:
+        """Run steps of a few sizes on the padding block, so that compilation and library set-up happen now.
+        Run steps of a few sizes on the padding block, so that compilation and library set-up happen now."""
+        slot = self.verifier.attention[0].key_cache.shape[0] - self.block_size  # type: ignore[union-attr]
+        vocab = self.verifier.vocab_size
+        for count in _WARM_UP_TOKENS:
+            ids = torch.arange(count, device=self.device) % vocab
+            slots = torch.full((count,), slot, device=self.device)
+            layout = make_layout([slots], [0], [count])
+            positions = torch.arange(count, device=self.device)
+            self.verifier.forward_packed(ids, positions, layout, None)
+            if with_logits:
+                last = torch.tensor([count - 1], device=self.device)
+                self.verifier.forward_packed(ids, positions, layout, last)
+
     def close(self) -> None:
+        """Drop the caches."""
         if self.draft is not None:
             self._taps.remove()
+            self.draft = None
 
     def _slots(self, s: ScheduledRequest, start: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Slots of a request's tokens from ``start`` to the end of this step's part."""

@@ -7,9 +7,12 @@ that positions, masks, cache reads and output selection all take part.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from layertap.engine.attention import IMPLEMENTATION, BatchLayout
 from layertap.engine.plan import NotPacked, attention_implementation
@@ -46,7 +49,8 @@ def plain_states(verifier: Verifier, ids_T: torch.Tensor) -> list[torch.Tensor]:
     Raises:
         UnsupportedModelError: it reports none, or not one for each boundary.
     """
-    out = verifier.decoder(input_ids=ids_T[None], use_cache=False, output_hidden_states=True)
+    with _no_hooks_left(verifier.decoder):
+        out = verifier.decoder(input_ids=ids_T[None], use_cache=False, output_hidden_states=True)
     states = getattr(out, "hidden_states", None)
     name = type(verifier.model).__name__
     expected = len(verifier.layers) + 1
@@ -62,6 +66,23 @@ def plain_states(verifier: Verifier, ids_T: torch.Tensor) -> list[torch.Tensor]:
                 f"{name} is refused: a hidden state has shape {tuple(s.shape)}, not {shape}"
             )
     return [s[0] for s in (*states[:-1], out[0])]
+
+
+@contextmanager
+def _no_hooks_left(model: nn.Module) -> Iterator[None]:
+    """Take away the hooks with which the library records hidden states: they would stay, and slow every
+    forward."""
+    before = {m: set(m._forward_hooks) for m in model.modules()}
+    try:
+        yield
+    finally:
+        for m, known in before.items():
+            for key in [k for k in m._forward_hooks if k not in known]:
+                m._forward_hooks.pop(key)
+                m._forward_hooks_with_kwargs.pop(key, None)
+                m._forward_hooks_always_called.pop(key, None)
+            if getattr(m, "_output_capturing_hooks_installed", False):
+                setattr(m, "_output_capturing_hooks_installed", False)  # noqa: B010 - a plain attribute
 
 
 def difference(ours: torch.Tensor, plain: torch.Tensor) -> float:

@@ -61,6 +61,13 @@ class Verifier:
         for layer in self.attention:
             layer.allocate(num_slots, self.dtype, self.device)
 
+    def close(self) -> None:
+        """Drop the weights and the KV cache."""
+        self.model = None
+        self.decoder = nn.Module()
+        self.layers = nn.ModuleList()
+        self.attention = []
+
     def forward_packed(
         self,
         ids_T: torch.Tensor,

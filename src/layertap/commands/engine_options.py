@@ -1,0 +1,101 @@
+"""The engine's configuration as command-line flags: each field of ``EngineConfig`` once, with its help."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+_PANEL = "Engine"
+
+
+def _option(help_text: str, **kwargs: Any) -> Any:
+    return typer.Option(help=help_text, rich_help_panel=_PANEL, **kwargs)
+
+
+_COUNT = {"min": 1, "metavar": "N"}
+# A default of None leaves the field to EngineConfig's own default.
+ENGINE_OPTIONS: dict[str, Any] = {
+    "dtype": Annotated[
+        str | None, _option("Of weights and activations: auto, float32, bfloat16, float16.", metavar="DTYPE")
+    ],
+    "device": Annotated[
+        str | None, _option("cpu, cuda, cuda:1; auto takes the first GPU if there is one.", metavar="DEVICE")
+    ],
+    "max_model_len": Annotated[
+        int | None, _option("Longest sequence, prompt and output together.", **_COUNT)
+    ],
+    "max_num_batched_tokens": Annotated[
+        int | None, _option("Tokens computed in one step [default: 2048 on a CPU, 16384 on a GPU].", **_COUNT)
+    ],
+    "max_num_seqs": Annotated[int | None, _option("Sequences in flight at once [default: 256].", **_COUNT)],
+    "block_size": Annotated[int | None, _option("Tokens in one cache block [default: 16].", **_COUNT)],
+    "enable_prefix_caching": Annotated[
+        bool | None,
+        _option("Compute beginnings that prompts share only once [default: on].", show_default=False),
+    ],
+    "kv_cache_memory_bytes": Annotated[
+        int | None, _option("Memory of all caches together, in bytes.", **_COUNT)
+    ],
+    "gpu_memory_utilization": Annotated[
+        float | None, _option("Share of the GPU's memory to use [default: 0.9].", metavar="SHARE")
+    ],
+    "enforce_eager": Annotated[
+        bool | None, _option("Compile nothing: slower, but starts at once.", show_default=False)
+    ],
+    "extract_only": Annotated[
+        bool | None,
+        _option(
+            "Run only the layers up to the highest tapped one [default: on if nothing is generated].",
+            show_default=False,
+        ),
+    ],
+    "tokenizer": Annotated[
+        str | None, _option("Take the tokenizer from here, not from MODEL.", metavar="MODEL")
+    ],
+    "skip_tokenizer_init": Annotated[
+        bool | None, _option("Load no tokenizer: prompts are token ids.", show_default=False)
+    ],
+    "trust_remote_code": Annotated[
+        bool | None, _option("Run model code that comes with a checkpoint.", show_default=False)
+    ],
+    "revision": Annotated[str | None, _option("Branch, tag or commit on the hub.", metavar="REVISION")],
+    "load_format": Annotated[
+        str | None, _option("auto, safetensors, gguf, or dummy (random weights).", metavar="FORMAT")
+    ],
+    "seed": Annotated[int | None, _option("Of dummy weights and of sampling [default: 0].", metavar="N")],
+    "self_check": Annotated[
+        bool | None,
+        _option("Compare with the model's plain forward at start [default: on].", show_default=False),
+    ],
+    "tensor_parallel_size": Annotated[
+        int | None, _option("GPUs that share one model (only the vllm engine goes above 1).", **_COUNT)
+    ],
+    "data_parallel_size": Annotated[int | None, _option("Replicas of the model [default: 1].", **_COUNT)],
+    "disable_log_stats": Annotated[bool | None, typer.Option(hidden=True)],
+}
+
+
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, whose last parameter is ``**engine``, a flag for each field of ``EngineConfig``.
+
+    It gets only those that the user set.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in ENGINE_OPTIONS.items()
+    ]
+
+    def wrapped(**kwargs: Any) -> None:
+        engine = {name: value for name in ENGINE_OPTIONS if (value := kwargs.pop(name)) is not None}
+        command(**kwargs, **engine)
+
+    wrapped.__doc__ = command.__doc__
+    wrapped.__name__ = command.__name__
+    wrapped.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in [*own, *added]}
+    return wrapped

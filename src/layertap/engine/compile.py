@@ -1,0 +1,104 @@
+"""Decoder layers compiled with ``torch.compile``: one graph for all of them, with dynamic shapes.
+
+A layer's weights are inputs of the graph, and attention is an opaque operator that finds its caches through
+the layer that runs now; so nothing in the graph belongs to one layer, and a model of any depth compiles once
+for each kind of layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from layertap.engine.attention import AttentionLayer
+
+logger = logging.getLogger("layertap")
+
+
+_WRAPPERS = ("transformers.utils.deprecation", "transformers.modeling_layers")
+
+
+class _Active(threading.local):
+    layer: AttentionLayer | None = None
+
+
+_active = _Active()
+
+_library: Any = torch.library.Library("layertap", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("attention(Tensor query, Tensor key, Tensor value) -> Tensor")
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    layer = _active.layer
+    assert layer is not None
+    return layer(query, key, value)
+
+
+def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("attention", _attention, _key)
+torch.library.register_fake("layertap::attention", _attention_shape, lib=_library)
+
+
+def attention_of(layer: nn.Module) -> AttentionLayer | None:
+    """The one attention layer inside a decoder layer; None if it has none or several."""
+    found = [
+        a for m in layer.modules() if isinstance(a := m.__dict__.get("layertap_attention"), AttentionLayer)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def compile_layers(layers: nn.ModuleList) -> bool:
+    """Make every decoder layer run compiled. Compilation itself happens at the first forward.
+
+    Returns:
+        False, with nothing changed, if the layers have no common shape to compile.
+    """
+    if any(attention_of(layer) is None for layer in layers):
+        return False
+    kinds: dict[type[nn.Module], Callable[..., Any]] = {}
+    for layer in layers:
+        kind = type(layer)
+        if kind not in kinds:
+            kinds[kind] = torch.compile(_plain(kind.forward), dynamic=True)
+        for part in layer.modules():
+            plain = _plain(type(part).forward)
+            if plain is not type(part).forward:
+                part.forward = types.MethodType(plain, part)
+        layer.forward = _bound(kinds[kind], layer)
+    return True
+
+
+def _bound(compiled: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
+    attention = attention_of(layer)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        _active.layer = attention
+        return compiled(layer, *args, **kwargs)
+
+    return forward
+
+
+def uncompile_layers(layers: nn.ModuleList) -> None:
+    """Back to the layers' own forward."""
+    for layer in layers:
+        for part in layer.modules():
+            part.__dict__.pop("forward", None)
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward without the wrappers that translate deprecated argument names, or recompute for training:
+    they
+    break the graph."""
+    while hasattr(function, "__wrapped__") and function.__globals__["__name__"] in _WRAPPERS:
+        function = function.__wrapped__
+    return function

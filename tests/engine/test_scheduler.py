@@ -1,0 +1,123 @@
+"""The scheduler, driven by random arrivals, aborts and slow connectors: every token once, no block lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layertap.engine.block_pool import BlockPool
+from layertap.engine.request import Request, RequestStatus
+from layertap.engine.scheduler import Scheduler
+from layertap.outputs import RequestMetrics
+from layertap.sampling_params import SamplingParams
+
+BLOCK = 4
+
+
+def make_request(name: str, length: int, max_tokens: int, rng: random.Random) -> Request:
+    prompt = [rng.randrange(3) for _ in range(length)]  # few token ids: prefixes are often shared
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return Request(name, prompt, params, None, frozenset(), RequestMetrics(0.0), max_tokens)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    num_blocks=st.integers(8, 40),
+    budget=st.integers(1, 40),
+    max_num_seqs=st.integers(1, 6),
+    whole=st.booleans(),
+    caching=st.booleans(),
+)
+def test_every_request_is_computed_whole_and_every_block_returns(
+    seed: int, num_blocks: int, budget: int, max_num_seqs: int, whole: bool, caching: bool
+) -> None:
+    rng = random.Random(seed)
+    pool = BlockPool(num_blocks, caching and not whole)
+    scheduler = Scheduler(pool, BLOCK, budget, max_num_seqs, whole_sequences=whole)
+    longest = num_blocks * BLOCK
+    todo = []
+    for i in range(12):
+        length = rng.randint(1, longest - 6)
+        todo.append(make_request(str(i), length, rng.randint(0, 6), rng))
+    everything = list(todo)
+    contents: dict[int, tuple[int, ...]] = {}
+    pinned: list[Request] = []
+    for _ in range(20000):
+        if todo and rng.random() < 0.3:
+            scheduler.add(todo.pop())
+        if pinned and rng.random() < 0.5:
+            scheduler.free(pinned.pop(rng.randrange(len(pinned))))  # the connector has copied this one
+        live = [*scheduler.running, *scheduler.waiting]
+        if live and rng.random() < 0.02:
+            victim = rng.choice(live)
+            scheduler.remove(victim)
+            victim.status = RequestStatus.ABORTED
+            scheduler.free(victim)
+        out = scheduler.schedule()
+        tokens = out.total_num_scheduled_tokens
+        assert tokens <= budget or (whole and len(out.scheduled) == 1)
+        assert len(scheduler.running) <= max_num_seqs
+        for (
+            s
+        ) in out.scheduled:  # "run" the step: write every scheduled token, then check what must be readable
+            ids = [*s.request.prompt_token_ids, *s.request.output_token_ids]
+            for p in range(s.start, s.start + s.num_tokens):
+                contents[s.request.block_ids[p // BLOCK] * BLOCK + p % BLOCK] = tuple(ids[: p + 1])
+        for s in out.scheduled:
+            ids = [*s.request.prompt_token_ids, *s.request.output_token_ids]
+            for p in range(s.start + s.num_tokens):
+                slot = s.request.block_ids[p // BLOCK] * BLOCK + p % BLOCK
+                assert contents[slot] == tuple(ids[: p + 1]), "a slot holds another sequence's token"
+        for s in out.scheduled:
+            request = s.request
+            if s.samples:
+                request.output_token_ids.append(rng.randrange(3))
+            if request.num_computed_tokens >= request.num_prompt_tokens and (
+                len(request.output_token_ids) >= request.max_tokens
+            ):
+                scheduler.running.remove(request)
+                request.status = RequestStatus.LENGTH
+                pinned.append(request)
+        if not todo and not scheduler.has_requests:
+            break
+    else:
+        pytest.fail("requests were never finished")
+    for request in pinned:
+        scheduler.free(request)
+    assert pool.num_free == num_blocks
+    assert all(r.status.finished for r in everything)
+
+
+def test_the_last_prompt_token_is_computed_even_if_all_blocks_are_known() -> None:
+    rng = random.Random(0)
+    scheduler = Scheduler(BlockPool(16), BLOCK, 64, 4)
+    first = make_request("a", 8, 0, rng)
+    scheduler.add(first)
+    scheduler.schedule()
+    again = make_request("b", 8, 0, rng)
+    again.prompt_token_ids = first.prompt_token_ids
+    scheduler.add(again)
+    (scheduled,) = scheduler.schedule().scheduled
+    assert (scheduled.start, scheduled.num_tokens) == (4, 4)
+
+
+def test_a_salt_keeps_equal_prompts_apart() -> None:
+    rng = random.Random(0)
+    a, b = make_request("a", 9, 0, rng), make_request("b", 9, 0, rng)
+    b.prompt_token_ids, b.cache_salt = a.prompt_token_ids, b"adapter"
+    assert set(a.hashes(BLOCK)).isdisjoint(b.hashes(BLOCK))
+
+
+def test_a_failed_step_leaves_nothing_to_be_found() -> None:
+    rng = random.Random(0)
+    pool = BlockPool(16)
+    scheduler = Scheduler(pool, BLOCK, 64, 4)
+    request = make_request("a", 12, 0, rng)
+    scheduler.add(request)
+    out = scheduler.schedule()
+    scheduler.forget_unfilled(out)
+    assert pool.find(request.hashes(BLOCK)) == []
