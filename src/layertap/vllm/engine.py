@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from layertap.engine.loop import EngineClosedError
 from layertap.errors import ExtractionError, InvalidInputError, UnsupportedModelError
 from layertap.outputs import CompletionOutput, Logprob
 from layertap.reader import ERROR_SUFFIX, LOCK_SUFFIX, read_error
@@ -125,19 +126,33 @@ class VllmEngine:
 
         Raises:
             InvalidInputError: its id is in use, or it does not fit the model.
+            EngineClosedError: nothing will run any more.
         """
-        if self._closed:
-            raise RuntimeError("the engine is closed")
+        self.check()
         self._check(request)
         self._live[request.request_id] = request
         self._inbox.put(lambda: self._add(request))
+
+    def check(self) -> None:
+        """Raises:
+        EngineClosedError: nothing will run any more.
+        """
+        if self._failure is not None:
+            raise EngineClosedError(self._failure)
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
 
     def abort(self, request_id: str) -> None:
         """End a request as soon as possible; nothing of it is published unless it was complete."""
         self._inbox.put(lambda: self._abort(request_id))
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run a function on the engine's thread, between steps."""
+        """Run a function on the engine's thread, between steps.
+
+        Raises:
+            EngineClosedError: nothing will run any more.
+        """
+        self.check()
         answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from layertap.config import layers_of_speculative_config, nearest
 from layertap.connectors.transfer_config import KVTransferConfig
 from layertap.errors import InvalidInputError
@@ -92,15 +94,22 @@ class VllmLLM(LLM):
         tokenizer = None if config.skip_tokenizer_init else self._vllm.llm.get_tokenizer()
         self.prompt_tokenizer = PromptTokenizer(tokenizer)
         self._hidden_size = int(config.get_hidden_size())
-        self._itemsize = int(config.dtype.itemsize)
+        self._dtype: torch.dtype = config.dtype
         self._num_hidden_layers = total
         # What the shared methods look at.
         core = SimpleNamespace(served=served, tokenizer=tokenizer)
         self._core = core  # type: ignore[assignment]
-        budget = self._vllm.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
-        self.config = SimpleNamespace(max_num_batched_tokens=budget)  # type: ignore[assignment]
+        scheduler = self._vllm.llm.llm_engine.vllm_config.scheduler_config
+        self.config = SimpleNamespace(  # type: ignore[assignment]
+            max_num_batched_tokens=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs
+        )
         self._prefix = uuid.uuid4().hex[:8]
         self._counter = itertools.count()
+
+    def storage_dtype(self, dtype: str = "auto") -> torch.dtype:
+        found = self._dtype if dtype == "auto" else getattr(torch, dtype)
+        assert isinstance(found, torch.dtype)
+        return found
 
     @property
     def num_hidden_layers(self) -> int:
@@ -125,7 +134,7 @@ class VllmLLM(LLM):
             yield states
 
     def _bytes_per_token(self, params: SamplingParams) -> int:
-        return len(self._served.ids) * self._hidden_size * self._itemsize
+        return len(self._served.ids) * self._hidden_size * self._dtype.itemsize
 
     @property
     def _served(self) -> ServedLayers:
@@ -141,6 +150,7 @@ class VllmLLM(LLM):
         index: int,
         done: queue.SimpleQueue[tuple[int, RequestOutput]],
     ) -> VllmCollector:
+        self._vllm.check()
         if self._core.served is not None:
             check_request_id(name)
             selection = Selection.parse(params.kv_transfer_params, self._served)
