@@ -32,11 +32,11 @@ def main():
     model, folder = sys.argv[1:]
     extra = {"shared_storage_path": folder}
     transfer = {"kv_connector": "LayertapConnector", "kv_connector_extra_config": extra}
-    options = dict(dtype="float32", skip_tokenizer_init=True, max_model_len=256, max_num_batched_tokens=128,
+    options = dict(dtype="float32", skip_tokenizer_init=True, max_model_len=128, max_num_batched_tokens=256,
                    max_num_seqs=8, block_size=32, num_gpu_blocks_override=24, enforce_eager=True,
                    kv_cache_memory_bytes=64 << 20)
     draw = random.Random(0)
-    prompts = [[draw.randrange(10, 160) for _ in range(draw.randrange(1, 200))] for _ in range(300)]
+    prompts = [[draw.randrange(10, 160) for _ in range(draw.randrange(1, 60))] for _ in range(300)]
     with LLM(model, engine="vllm", layers=[0, 3, 5], kv_transfer_config=transfer, tensor_parallel_size=2,
              **options) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, detokenize=False))
