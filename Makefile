@@ -1,8 +1,9 @@
 # Each target makes and uses .venv in this folder; python3 and make are all that has to be there before.
 #
 #   make demo    hidden states of real prompts with a real model, checked against transformers
-#   make test    lint, types, tests, coverage
+#   make test    lint, types, tests, coverage, and the tests with vLLM
 #   make lint    ruff and mypy
+#   make test-vllm   the tests with vLLM's CPU build, in an environment of its own (.venv-vllm)
 #
 # Another PyTorch, for a GPU say:
 #   make test TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130' CONSTRAINTS=/dev/null
@@ -12,13 +13,14 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints/cpu.txt
 TORCH ?= torch
 VENV := .venv
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # More threads than one make small models slower when several test processes share the cores.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST_FLAGS ?=
 
-.PHONY: demo test lint install
+.PHONY: demo test test-torch test-vllm lint install
 .DEFAULT_GOAL := demo
 
 install: $(INSTALLED)
@@ -38,6 +40,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check src tests scripts
 	$(BIN)/mypy
 
-test: lint
+test: lint test-torch test-vllm
+
+test-torch: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered \
 		--cov-fail-under=90 $(PYTEST_FLAGS)
+
+test-vllm:
+	scripts/setup_vllm_cpu.sh $(VLLM_VENV) $(PYTHON)
+	$(TEST_ENV) $(VLLM_VENV)/bin/python -m pytest tests/vllm_engine --durations 5

@@ -59,7 +59,7 @@ class LLM:
         if engine == "vllm" and cls is LLM:
             from layertap.vllm.llm import VllmLLM
 
-            return object.__new__(VllmLLM)  # type: ignore[no-any-return]
+            return object.__new__(VllmLLM)
         return object.__new__(cls)
 
     def __init__(

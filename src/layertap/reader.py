@@ -130,7 +130,9 @@ def _try_open(handle: str | os.PathLike[str], verify: bool) -> HiddenStates | No
             return None if sink is None else sink.get(name)
         except HandleNotFoundError:
             return None
-    _raise_error_file(name)
+    error = read_error(name)
+    if error is not None:
+        raise error
     fd = _lock_if_free(name)
     if fd is None:
         return None
@@ -143,13 +145,16 @@ def _try_open(handle: str | os.PathLike[str], verify: bool) -> HiddenStates | No
             os.close(fd)
 
 
-def _raise_error_file(name: str) -> None:
+def read_error(name: str) -> ExtractionError | None:
+    """The word that a writer left in ``<path>.error``: the reason in the first line, its kind in the
+    second."""
     try:
-        reason = Path(name + ERROR_SUFFIX).read_text(errors="replace").strip()
+        lines = Path(name + ERROR_SUFFIX).read_text(errors="replace").strip().splitlines()
     except FileNotFoundError:
-        return
+        return None
     request_id = Path(name).name.removesuffix(".safetensors")
-    raise ExtractionError(request_id, reason or "the writer failed and left no reason", "storage")
+    reason = lines[0] if lines else "the writer failed and left no reason"
+    return ExtractionError(request_id, reason, lines[1].strip() if len(lines) > 1 else "storage")
 
 
 def _lock_if_free(name: str) -> int | None:

@@ -1,0 +1,128 @@
+"""The worker's half: from vLLM's cache through the producer to files, with their locks.
+
+Exactly one worker writes: the one of tensor-parallel rank 0 that holds the cache (under pipeline
+parallelism the last stage). All ranks hold the same states.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layertap.connectors.job import Completion, Job
+from layertap.connectors.producer import Producer
+from layertap.errors import InvalidInputError
+from layertap.sinks.file import FileSink
+from layertap.vllm.plan import CachePlan
+from layertap.vllm.publication import Publication
+
+_PAUSE = 0.5  # seconds between looks at whether to end; news wakes the watcher at once
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A request that has ended with its whole prompt computed."""
+
+    request_id: str
+    """vLLM's; the job's is the record's name."""
+    job: Job
+    path: str
+
+
+class CacheWriter:
+    """Takes saves, tells which blocks are free, and publishes.
+
+    A thread of its own waits for the producer's news: files must be published also while vLLM has no step
+    to run.
+
+    Args:
+        cache: [num_blocks, block_size, C, H], a view of vLLM's cache.
+        options: the connector's checked options.
+    """
+
+    def __init__(self, cache: torch.Tensor, plan: CachePlan, options: Mapping[str, Any]) -> None:
+        self.publication = Publication(options["use_synchronization_lock"])
+        self._sink = FileSink(options["shared_storage_path"], options["fsync"])
+        self.producer = Producer(
+            cache,
+            self._sink,
+            model=plan.model,
+            layers=plan.layers,
+            chunk_bytes=options["staging_chunk_bytes"],
+            ring_bytes=options["staging_ring_bytes"],
+            num_writers=options["num_writer_threads"],
+        )
+        self._saves: dict[str, Save] = {}  # by the record's name
+        self._copied: set[str] = set()
+        self._guard = threading.Lock()
+        self._closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="layertap-publisher", daemon=True)
+        self._watcher.start()
+
+    def begin(self, paths: Iterable[str]) -> None:
+        """Requests that have their first step."""
+        for path in paths:
+            self.publication.begin(path)
+
+    def save(self, saves: Iterable[Save]) -> None:
+        """Queue ended requests. Their blocks stay as they are until :meth:`take_copied` names them."""
+        for save in saves:
+            name = save.job.request_id
+            try:
+                self.producer.check(save.job.selection.columns)
+                with self._guard:
+                    if name in self._saves:
+                        raise InvalidInputError(
+                            "request_id", name, "an id that is not being delivered already"
+                        )
+                    self._saves[name] = save
+                self.producer.submit(save.job)
+            except InvalidInputError as error:
+                with self._guard:
+                    self._copied.add(save.request_id)
+                self.publication.fail(save.path, str(error), "invalid_input")
+
+    def refuse(self, path: str, reason: str) -> None:
+        """A request whose wish cannot be met."""
+        self.publication.fail(path, reason, "invalid_input")
+
+    def drop(self, path: str) -> None:
+        """A request that was aborted."""
+        self.publication.drop(path)
+
+    def take_copied(self) -> set[str]:
+        """Requests whose blocks nobody reads any more, since the last call."""
+        with self._guard:
+            copied, self._copied = self._copied, set()
+        return copied
+
+    def close(self) -> None:
+        """Write what was taken on, and release threads, memory and locks."""
+        self.producer.close(drain=True)
+        self._closing.set()
+        self._watcher.join()
+        for news in self.producer.poll():
+            self._note(news)
+        self.publication.close()
+        self._sink.close()
+
+    def _watch(self) -> None:
+        while not self._closing.is_set():
+            for news in self.producer.poll(timeout=_PAUSE):
+                self._note(news)
+
+    def _note(self, news: Completion) -> None:
+        with self._guard:
+            save = self._saves[news.request_id]
+            if news.kind == "copied":
+                self._copied.add(save.request_id)
+                return
+            del self._saves[news.request_id]
+        if news.error is None:
+            self.publication.publish(save.path)
+        else:
+            self.publication.fail(save.path, news.error.reason, news.error.kind)
