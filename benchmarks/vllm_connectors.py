@@ -120,7 +120,9 @@ def complete(path: str, size: int) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("layers")
     parser.add_argument("num_prompts", type=int)
@@ -137,15 +139,27 @@ def main() -> None:
 
     results = []
     for mode in args.modes:
-        command = [sys.executable, __file__, args.model, args.layers, str(args.num_prompts), str(args.length), mode]
+        command = [
+            sys.executable,
+            __file__,
+            args.model,
+            args.layers,
+            str(args.num_prompts),
+            str(args.length),
+            mode,
+        ]
         command += ["--repeat", str(args.repeat), "--child"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
         line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
         if line is None:
             print(f"{mode} failed:\n{done.stdout[-3000:]}", flush=True)
             continue
         results.append(json.loads(line.removeprefix("RESULT ")))
-        print(mode, {k: round(v) for k, v in results[-1]["tokens_per_second"].items()}, "tokens/s", flush=True)
+        print(
+            mode, {k: round(v) for k, v in results[-1]["tokens_per_second"].items()}, "tokens/s", flush=True
+        )
     facts = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpu": torch.cuda.get_device_name(),

@@ -213,7 +213,8 @@ def test_json_gives_a_line_for_each_prompt_and_a_bad_line_exits_with_1(
 def test_a_pipe_of_prompts_into_a_real_process(tiny: Callable[..., str], tmp_path: Path) -> None:
     out = tmp_path / "states"
     result = run(
-        "extract", tiny("llama"), "--prompts", "-", "--layers", "all", "--output", out, *SMALL, "--output-format",
+        "extract", tiny("llama"), "--prompts", "-", "--layers", "all", "--output", out, *SMALL,
+        "--output-format",
         "json", input='{"prompt_token_ids": [5, 6, 7]}\n',
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
