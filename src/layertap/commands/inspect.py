@@ -174,7 +174,8 @@ class _Table:
             str(status.check.shape[1]),
             _dtype(status),
             _norms(names, statistics.mean_norms),
-            f"{_number(abs(outlier.value))} in layer {names[outlier.column]}\nat position {outlier.position:,}",
+            f"{_number(abs(outlier.value))} in layer {names[outlier.column]}\n"
+            f"at position {outlier.position:,}",
             "[green]ok[/]" if status.check.checksummed else "none in the file",
         )
 
