@@ -49,10 +49,14 @@ def configure_logging() -> None:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Import and run with the libraries' own chatter off; with debugging on, nothing is hidden."""
+    """Import and run with the libraries' own chatter off; with debugging on, nothing is hidden.
+
+    On a terminal, bars of what takes long and happens once stay: a download, the unpacking of a GGUF file.
+    """
     if debugging():
         yield
         return
+    terminal = sys.stderr.isatty()
     # Read when the libraries are imported.
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
@@ -60,10 +64,16 @@ def quiet_libraries() -> Iterator[None]:
         "TOKENIZERS_PARALLELISM": "false",
     }.items():
         os.environ.setdefault(name, value)
+    if not terminal:
+        os.environ.setdefault("TQDM_DISABLE", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers.utils import logging as library
 
         library.set_verbosity_error()
         library.disable_progress_bar()
+        if terminal:
+            from huggingface_hub.utils.tqdm import enable_progress_bars
+
+            enable_progress_bars()  # the line above turned them off too
         yield
