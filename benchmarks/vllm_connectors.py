@@ -2,9 +2,9 @@
 
     python benchmarks/vllm_connectors.py MODEL LAYERS NUM_PROMPTS LENGTH MODE [MODE ...] --output FILE.json
 
-MODE is ``base`` (no extraction), ``example`` (vLLM's ExampleHiddenStatesConnector) or ``layertap``. Each mode runs in a
-process of its own, one after another, on the same random tokens with random weights (``load_format="dummy"``); each is
-warmed up and then measured ``--repeat`` times. Files go to ``/dev/shm``.
+MODE is ``base`` (no extraction), ``example`` (vLLM's ExampleHiddenStatesConnector) or ``layertap``. Each mode
+runs in a process of its own, one after another, on the same random tokens with random weights
+(``load_format="dummy"``); each is warmed up and then measured ``--repeat`` times. Files go to ``/dev/shm``.
 """
 
 from __future__ import annotations
