@@ -31,13 +31,20 @@ def make_request(name: str, length: int, max_tokens: int, rng: random.Random) ->
     max_num_seqs=st.integers(1, 6),
     whole=st.booleans(),
     caching=st.booleans(),
+    avoid_splitting=st.booleans(),
 )
 def test_every_request_is_computed_whole_and_every_block_returns(
-    seed: int, num_blocks: int, budget: int, max_num_seqs: int, whole: bool, caching: bool
+    seed: int,
+    num_blocks: int,
+    budget: int,
+    max_num_seqs: int,
+    whole: bool,
+    caching: bool,
+    avoid_splitting: bool,
 ) -> None:
     rng = random.Random(seed)
     pool = BlockPool(num_blocks, caching and not whole)
-    scheduler = Scheduler(pool, BLOCK, budget, max_num_seqs, whole_sequences=whole)
+    scheduler = Scheduler(pool, BLOCK, budget, max_num_seqs, whole, avoid_splitting)
     longest = num_blocks * BLOCK
     todo = []
     for i in range(12):
@@ -103,6 +110,15 @@ def test_the_last_prompt_token_is_computed_even_if_all_blocks_are_known() -> Non
     scheduler.add(again)
     (scheduled,) = scheduler.schedule().scheduled
     assert (scheduled.start, scheduled.num_tokens) == (4, 4)
+
+
+def test_a_prompt_that_fits_a_step_is_not_cut_where_that_is_to_be_avoided() -> None:
+    rng = random.Random(0)
+    scheduler = Scheduler(BlockPool(64), BLOCK, 40, 4, avoid_splitting=True)
+    for name, length in (("a", 30), ("b", 25), ("c", 90)):
+        scheduler.add(make_request(name, length, 0, rng))
+    steps = [[s.num_tokens for s in scheduler.schedule().scheduled] for _ in range(4)]
+    assert steps == [[30], [25, 15], [40], [35]]
 
 
 def test_a_salt_keeps_equal_prompts_apart() -> None:

@@ -84,7 +84,12 @@ class EngineCore:
         packed = self.verifier.packed
         self.pool = BlockPool(num_blocks, config.enable_prefix_caching and packed)
         self.scheduler = Scheduler(
-            self.pool, config.block_size, budget, config.max_num_seqs, whole_sequences=not packed
+            self.pool,
+            config.block_size,
+            budget,
+            config.max_num_seqs,
+            whole_sequences=not packed,
+            avoid_splitting=self.device.type == "cpu",
         )
         self.runner = ModelRunner(self.verifier, self.served, num_blocks, config.block_size)
         self.compiled = self._compile()

@@ -45,6 +45,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         whole_sequences: bool = False,
+        avoid_splitting: bool = False,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
@@ -52,6 +53,9 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.whole_sequences = whole_sequences
         """The model runs sequence by sequence: no chunks, and a prompt may exceed the token budget."""
+        self.avoid_splitting = avoid_splitting
+        """Leave the rest of a step empty rather than cut a prompt that fits into a step of its own: where a
+        step need not be full to be efficient (a CPU), attention over a cached context costs more than it saves."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -143,8 +147,11 @@ class Scheduler:
                 usable = (request.num_tokens - 1) // self.block_size
                 reuse = self.pool.find(request.hashes(self.block_size)[:usable])
             cached = len(reuse) * self.block_size
-            count = self._count(request.num_tokens - cached, budget, out)
+            rest = request.num_tokens - cached
+            count = self._count(rest, budget, out)
             if count == 0:
+                return
+            if self.avoid_splitting and count < rest <= self.max_num_batched_tokens and out.scheduled:
                 return
             fresh = -(-request.num_tokens // self.block_size) - len(reuse)
             if self.pool.num_free_after(reuse) < fresh:
