@@ -55,7 +55,7 @@ class Scheduler:
         """The model runs sequence by sequence: no chunks, and a prompt may exceed the token budget."""
         self.avoid_splitting = avoid_splitting
         """Leave the rest of a step empty rather than cut a prompt that fits into a step of its own: where a
-        step need not be full to be efficient (a CPU), attention over a cached context costs more than it saves."""
+        step need not be full to be efficient (a CPU), a cut costs more than it saves."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
