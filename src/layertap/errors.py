@@ -30,6 +30,9 @@ class InvalidInputError(LayertapError, ValueError):
         self.value = value
         self.allowed = allowed
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.field, self.value, self.allowed)
+
 
 class ExtractionError(LayertapError, RuntimeError):
     """Hidden states of one request could not be delivered. Nothing was published for it.
@@ -48,6 +51,9 @@ class ExtractionError(LayertapError, RuntimeError):
         self.kind = kind
         self.outputs: list[RequestOutput] = []
         """From ``LLM.generate``: the outputs of the whole call."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.request_id, self.reason, self.kind)
 
 
 class UnsupportedModelError(LayertapError, RuntimeError):
