@@ -51,7 +51,9 @@ class Answer(ABC):
         """One finished sequence."""
 
     @abstractmethod
-    def chunk_choices(self, delta: Delta, prompt: TokenizedPrompt, output: RequestOutput) -> list[dict[str, Any]]:
+    def chunk_choices(
+        self, delta: Delta, prompt: TokenizedPrompt, output: RequestOutput
+    ) -> list[dict[str, Any]]:
         """One sequence's news as choices of chunks, in order."""
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -74,7 +76,9 @@ class Answer(ABC):
         side = getattr(service.tokenizing.tokenizer, "truncation_side", None) or "left"
         for prompt in await self.prompts():
             cut = truncate(prompt, body.truncate_prompt_tokens, body.truncation_side, side, most)
-            params = sampling_params(body, len(cut.token_ids), self.transfer, most, service.limits.max_logprobs)
+            params = sampling_params(
+                body, len(cut.token_ids), self.transfer, most, service.limits.max_logprobs
+            )
             items.append((cut, params))
         flight = service.flight(self.stem, items, stream=self.stream, cache_salt=self.cache_salt)
         if self.inline:
@@ -93,7 +97,9 @@ class Answer(ABC):
             for output in outputs:
                 for completion in output.outputs:
                     choice = self.choice(len(choices), output, completion)
-                    choice["kv_transfer_params"] = await flight.handle(completion.kv_transfer_params, self.inline)
+                    choice["kv_transfer_params"] = await flight.handle(
+                        completion.kv_transfer_params, self.inline
+                    )
                     choices.append(choice)
             for i in range(len(outputs)):
                 flight.delivered(i)

@@ -79,7 +79,12 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         prompt = await service.tokenizing.text(body.prompt, "prompt", body.add_special_tokens is not False)
     ids = prompt.token_ids
     strings = service.tokenizing.token_strings(ids) if body.return_token_strs else None
-    answer = {"count": len(ids), "max_model_len": service.facts.max_model_len, "tokens": ids, "token_strs": strings}
+    answer = {
+        "count": len(ids),
+        "max_model_len": service.facts.max_model_len,
+        "tokens": ids,
+        "token_strs": strings,
+    }
     return JSONResponse(answer)
 
 

@@ -55,7 +55,9 @@ class Metrics:
         self.http = Counter(
             "layertap_http_requests", "HTTP requests", ["method", "route", "status"], registry=self.registry
         )
-        self.in_flight = Gauge("layertap_http_in_flight", "HTTP requests being answered", registry=self.registry)
+        self.in_flight = Gauge(
+            "layertap_http_in_flight", "HTTP requests being answered", registry=self.registry
+        )
         self.requests = Counter(
             "layertap_requests", "Prompts that ended, by how", ["finish_reason"], registry=self.registry
         )
@@ -63,7 +65,9 @@ class Metrics:
             "layertap_request_failures", "Prompts that failed, by kind", ["kind"], registry=self.registry
         )
         self.prompt_tokens = Counter("layertap_prompt_tokens", "Prompt tokens", registry=self.registry)
-        self.generation_tokens = Counter("layertap_generation_tokens", "Generated tokens", registry=self.registry)
+        self.generation_tokens = Counter(
+            "layertap_generation_tokens", "Generated tokens", registry=self.registry
+        )
         self.prompt_length = Histogram(
             "layertap_request_prompt_tokens", "Tokens of a prompt", buckets=_TOKENS, registry=self.registry
         )
@@ -120,8 +124,12 @@ class _EngineCollector(Collector):
         connectors = {name: s.get("connector", {}) for name, s in stats.items()}
         yield from _families(connectors, _CONNECTOR_GAUGES, GaugeMetricFamily)
         yield from _families(connectors, _CONNECTOR_COUNTERS, CounterMetricFamily)
-        usage = GaugeMetricFamily("layertap_cache_usage", "Share of blocks in use, 0 to 1", labels=["replica"])
-        rate = GaugeMetricFamily("layertap_prefix_cache_hit_rate", "Share of prompt tokens found", labels=["replica"])
+        usage = GaugeMetricFamily(
+            "layertap_cache_usage", "Share of blocks in use, 0 to 1", labels=["replica"]
+        )
+        rate = GaugeMetricFamily(
+            "layertap_prefix_cache_hit_rate", "Share of prompt tokens found", labels=["replica"]
+        )
         for name, s in stats.items():
             if s.get("num_blocks"):
                 usage.add_metric([name], 1 - s["num_free_blocks"] / s["num_blocks"])
@@ -129,10 +137,16 @@ class _EngineCollector(Collector):
         yield usage
         yield rate
         if any("restarts" in s for s in stats.values()):
-            yield from _families(stats, {"restarts": ("replica_restarts", "Engine processes restarted")}, CounterMetricFamily)
+            yield from _families(
+                stats, {"restarts": ("replica_restarts", "Engine processes restarted")}, CounterMetricFamily
+            )
         if self._storage is not None:
-            yield GaugeMetricFamily("layertap_storage_bytes", "Bytes of records in the folder", self._storage.used_bytes)
-            yield CounterMetricFamily("layertap_storage_expired", "Records aged out unread", self._storage.expired)
+            yield GaugeMetricFamily(
+                "layertap_storage_bytes", "Bytes of records in the folder", self._storage.used_bytes
+            )
+            yield CounterMetricFamily(
+                "layertap_storage_expired", "Records aged out unread", self._storage.expired
+            )
             if self._storage.max_bytes is not None:
                 yield GaugeMetricFamily("layertap_storage_max_bytes", "max_bytes", self._storage.max_bytes)
 

@@ -56,7 +56,11 @@ class Gate:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._knows(headers.get("authorization", "")):
+        if (
+            self._keys
+            and scope["path"] not in OPEN_PATHS
+            and not self._knows(headers.get("authorization", ""))
+        ):
             error = ApiError(
                 401,
                 "missing or wrong API key: send 'Authorization: Bearer <key>'",
@@ -93,7 +97,9 @@ class Gate:
 
     def _too_large(self, size: str) -> ApiError:
         return ApiError(
-            413, f"the body has {size}; at most {self._max_body_bytes} are taken (--max-body-bytes)", code="too_large"
+            413,
+            f"the body has {size}; at most {self._max_body_bytes} are taken (--max-body-bytes)",
+            code="too_large",
         )
 
 

@@ -44,7 +44,9 @@ KVTransferParams = Annotated[
         }
     ),
 ]
-Unused = Annotated[Any, Field(default=None, description="accepted for OpenAI's and vLLM's clients; no effect")]
+Unused = Annotated[
+    Any, Field(default=None, description="accepted for OpenAI's and vLLM's clients; no effect")
+]
 
 
 class Body(BaseModel):

@@ -78,7 +78,9 @@ def sampling_params(
         )
     if asked is not None and asked > max(1, room):
         raise InvalidInputError(
-            name, asked, f"at most {max(1, room)}: max_model_len is {max_model_len}, the prompt has {num_prompt_tokens}"
+            name,
+            asked,
+            f"at most {max(1, room)}: max_model_len is {max_model_len}, the prompt has {num_prompt_tokens}",
         )
     max_tokens = default if asked is None else asked
     if body.prompt_logprobs is not None:

@@ -75,7 +75,9 @@ class Service:
         if model is None or model in self.model_names:
             return self.model_names[0]
         names = ", ".join(repr(n) for n in self.model_names)
-        raise ApiError(404, f"model: {model!r} is not served here, only {names}", param="model", code="model_not_found")
+        raise ApiError(
+            404, f"model: {model!r} is not served here, only {names}", param="model", code="model_not_found"
+        )
 
     def request_names(self, prefix: str, given: str | None) -> tuple[str, str]:
         """The id that the answer carries, and the stem of its records' names, which nothing that was sent chooses.
@@ -115,7 +117,9 @@ class Service:
         row = len(selection.columns) * self.facts.hidden_size * itemsize + 12
         return params.n * (len(selection.positions(length)) * row + _HEADER_BYTES)
 
-    def flight(self, stem: str, items: Sequence[tuple[TokenizedPrompt, SamplingParams]], **kwargs: Any) -> Flight:
+    def flight(
+        self, stem: str, items: Sequence[tuple[TokenizedPrompt, SamplingParams]], **kwargs: Any
+    ) -> Flight:
         """The calls of one HTTP request, to be used as an asynchronous context."""
         return Flight(self, [EngineCall(f"{stem}-{i}", p, s, **kwargs) for i, (p, s) in enumerate(items)])
 
@@ -152,7 +156,9 @@ class Flight:
     async def __aenter__(self) -> Flight:
         s = self.service
         if sum(call.params.n for call in self.calls) > s.limits.max_sequences:
-            raise InvalidInputError("n", self.calls[0].params.n, f"at most {s.limits.max_sequences} sequences in one call")
+            raise InvalidInputError(
+                "n", self.calls[0].params.n, f"at most {s.limits.max_sequences} sequences in one call"
+            )
         needed = sum(s.record_bytes(len(c.prompt.token_ids), c.params) for c in self.calls)
         if s.storage is not None:
             await s.storage.reserve(needed)

@@ -172,7 +172,9 @@ class Storage:
 
 def _unknown(record_id: str) -> ApiError:
     return ApiError(
-        404, f"no hidden states are stored under {record_id!r}: expired, deleted, or never stored", code="not_found"
+        404,
+        f"no hidden states are stored under {record_id!r}: expired, deleted, or never stored",
+        code="not_found",
     )
 
 

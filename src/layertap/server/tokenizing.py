@@ -88,7 +88,9 @@ class Tokenizing:
                 "continue_final_message", True, "false, or true together with add_generation_prompt: false"
             )
         if body.chat_template is not None:
-            raise InvalidInputError("chat_template", body.chat_template, "null: the model's own template is used")
+            raise InvalidInputError(
+                "chat_template", body.chat_template, "null: the model's own template is used"
+            )
         options: dict[str, Any] = {}
         for name, value in (body.chat_template_kwargs or {}).items():
             if name in _RESERVED:
@@ -128,7 +130,9 @@ class Tokenizing:
             checked = self._prompts._ids(ids, field)
             for i, token in enumerate(checked):
                 if not 0 <= token < self.vocab_size:
-                    raise InvalidInputError(f"{field}[{i}]", token, f"token ids from 0 to {self.vocab_size - 1}")
+                    raise InvalidInputError(
+                        f"{field}[{i}]", token, f"token ids from 0 to {self.vocab_size - 1}"
+                    )
             return str(tokenizer.decode(checked))
 
         return await _run(work, len(ids) if isinstance(ids, list) else 0)
@@ -169,7 +173,9 @@ def check_text(text: str, field: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            raise InvalidInputError(field, f"character {e.start} is {text[e.start]!r}", "Unicode text") from None
+            raise InvalidInputError(
+                field, f"character {e.start} is {text[e.start]!r}", "Unicode text"
+            ) from None
 
 
 def truncate(

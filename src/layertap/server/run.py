@@ -1,0 +1,223 @@
+"""From flags to a listening server, and from a signal to its end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from layertap.config import EngineConfig, layers_of_speculative_config
+from layertap.connectors.memory import MemoryConnector
+from layertap.connectors.registry import connector_class
+from layertap.connectors.transfer_config import KVTransferConfig
+from layertap.errors import InvalidInputError
+from layertap.layers import format_layers
+from layertap.server.app import build_app
+from layertap.server.engine import AsyncEngine
+from layertap.server.service import Limits, Service
+from layertap.server.storage import Storage, take_limits
+from layertap.server.tokenizing import Tokenizing
+
+logger = logging.getLogger("layertap")
+
+_ENGINE_FIELDS = (
+    "tokenizer", "revision", "dtype", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size",
+    "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_prefix_caching", "seed", "trust_remote_code",
+    "enforce_eager", "load_format", "skip_tokenizer_init", "device", "tensor_parallel_size", "data_parallel_size",
+    "extract_only",
+)  # fmt: skip
+
+
+def transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:
+    """Where records go, by ``--kv-transfer-config`` or by ``--storage`` and its companions.
+
+    Raises:
+        InvalidInputError: both, or a connector that a server cannot use.
+    """
+    short = {
+        "shared_storage_path": args.storage, "ttl_seconds": args.ttl_seconds, "max_bytes": args.max_bytes,
+    }  # fmt: skip
+    short = {name: value for name, value in short.items() if value is not None}
+    if args.kv_transfer_config is not None:
+        if "shared_storage_path" in short:
+            raise InvalidInputError(
+                "--storage", args.storage, "nothing beside --kv-transfer-config, which names it"
+            )
+        config = KVTransferConfig.from_dict(args.kv_transfer_config)
+        extra = {**config.kv_connector_extra_config, **short}
+        config = replace(config, kv_connector_extra_config=extra)
+    else:
+        config = KVTransferConfig("FileConnector", kv_connector_extra_config=short)
+    if issubclass(connector_class(config), MemoryConnector):
+        raise InvalidInputError(
+            "kv_transfer_config.kv_connector",
+            config.kv_connector,
+            "a connector whose records clients can reach, such as ExampleHiddenStatesConnector; for answers without a "
+            "file, requests send kv_transfer_params {'inline': true}",
+        )
+    return config
+
+
+def build_service(args: argparse.Namespace) -> Service:
+    """Load the model and everything around it.
+
+    Raises:
+        InvalidInputError: a flag is wrong.
+        UnsupportedModelError: the model cannot be run.
+    """
+    layers = args.layers
+    if args.speculative_config is not None:
+        if layers is not None:
+            raise InvalidInputError(
+                "--layers", layers, "nothing beside --speculative-config, which names them"
+            )
+        layers = layers_of_speculative_config(args.speculative_config)
+    transfer = None
+    most, ttl = None, None
+    if layers is not None:
+        transfer = transfer_config(args)
+        assert transfer is not None
+        extra, most, ttl = take_limits(transfer.kv_connector_extra_config)
+        transfer = replace(transfer, kv_connector_extra_config=extra)
+    elif args.kv_transfer_config is not None or args.storage is not None:
+        raise InvalidInputError("--layers", None, "layers to extract, as there is a place to store them")
+    values = {name: getattr(args, name) for name in _ENGINE_FIELDS}
+    config = EngineConfig.from_kwargs(args.model, {**values, "layers": layers})
+    engine, tokenizer = _engine(config, transfer)
+    if args.chat_template is not None:
+        tokenizer.chat_template = _template(args.chat_template)
+    folder = engine.facts.storage_path
+    storage = Storage(folder, most, ttl) if folder is not None else None
+    limits = Limits(args.max_body_bytes, args.max_inline_bytes, args.max_logprobs)
+    names = args.served_model_name or [args.model]
+    return Service(engine, Tokenizing(tokenizer, engine.facts.vocab_size), names, storage, limits)
+
+
+def _engine(config: EngineConfig, transfer: KVTransferConfig | None) -> tuple[AsyncEngine, Any]:
+    from layertap.server.local import LocalEngine
+
+    engine = LocalEngine(config, transfer)
+    return engine, engine.tokenizer
+
+
+def _template(given: str) -> str:
+    if "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text()
+    except OSError as e:
+        raise InvalidInputError("--chat-template", given, f"a readable file ({e.strerror})") from None
+
+
+class _Server(uvicorn.Server):
+    """Ends with status 0 on SIGTERM and SIGINT, and by itself when the engine has died."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self.engine_died = False
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    async def on_tick(self, counter: int) -> bool:
+        if not self._engine.alive:
+            self.engine_died = True
+            logger.error("the engine has died: the server ends")
+            return True
+        return await super().on_tick(counter)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: whoever connects before the model is loaded is told so at once.
+
+    Raises:
+        InvalidInputError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as e:
+        bound.close()
+        raise InvalidInputError("--port", f"{host}:{port}", f"an address that is free ({e})") from None
+    return bound
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve until a signal comes. Returns the exit status."""
+    bound = listen(args.host, args.port)
+    try:
+        service = build_service(args)
+    except BaseException:
+        bound.close()
+        raise
+    app = build_app(service, args.api_key, args.root_path)
+    config = uvicorn.Config(
+        app,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_graceful_shutdown=max(1, round(args.shutdown_timeout)),
+        timeout_keep_alive=75,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        lifespan="on",
+    )
+    server = _Server(config, service.engine)
+    _announce(args, service, bound)
+    asyncio.run(server.serve([bound]))
+    if server.engine_died or not server.started:
+        return 1
+    return 0
+
+
+def _announce(args: argparse.Namespace, service: Service, bound: socket.socket) -> None:
+    host, port = bound.getsockname()[:2]
+    scheme = "https" if args.ssl_certfile else "http"
+    facts = service.facts
+    what = ""
+    if facts.layers is not None:
+        what = f", layers {format_layers(facts.layers.ids)} of {facts.layers.num_hidden_layers}"
+        what += f", records in {facts.storage_path}" if facts.storage_path else ""
+    print(
+        f"layertap: serving {service.model_names[0]} on {scheme}://{host}:{port}{what}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """``layertap serve``, from its arguments to its exit status.
+
+    Raises:
+        InvalidInputError: an argument is wrong.
+    """
+    from layertap.server import flags
+
+    args = flags.parse(argv)
+    if args.engine == "vllm":
+        from layertap.vllm.launcher import serve as serve_vllm
+
+        return int(serve_vllm(list(argv)))
+    if args.engine != "torch":
+        raise InvalidInputError("--engine", args.engine, "'torch' or 'vllm'")
+    return serve(args)
