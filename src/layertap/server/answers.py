@@ -1,4 +1,4 @@
-"""How an answer is put together from the engine's outputs; completions and chat differ in what a choice looks like."""
+"""How an answer is put together from the engine's outputs; completions and chat differ in their choices."""
 
 from __future__ import annotations
 

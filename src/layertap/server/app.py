@@ -139,9 +139,10 @@ async def get_hidden_states(request: Request, record_id: str) -> Response:
     """A stored record, as the bytes of its safetensors file."""
     storage = _storage(request)
     fd, size = await asyncio.to_thread(storage.open, record_id)
+    opened = os.fdopen(fd, "rb")
 
     async def pieces() -> AsyncIterator[bytes]:
-        with os.fdopen(fd, "rb") as file:
+        with opened as file:
             while piece := await asyncio.to_thread(file.read, _PIECE):
                 yield piece
 

@@ -39,7 +39,7 @@ class _Seen:
 
 
 class DeltaTracker:
-    """Turns whole outputs into their news. The end of a text that may yet become a stop string is held back."""
+    """Turns whole outputs into their news. An end of text that may yet become a stop string is held back."""
 
     def __init__(self, calls: list[EngineCall]) -> None:
         self._calls = calls

@@ -1,4 +1,4 @@
-"""What the HTTP side asks of an engine, wherever that engine runs: in a thread of this process, or in others."""
+"""What the HTTP side asks of an engine, wherever it runs: in a thread of this process, or in others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layertap.config import EngineConfig
 from layertap.connectors.file import FileConnector
 from layertap.engine.core import EngineCore
 from layertap.errors import ExtractionError, LayertapError
@@ -165,10 +164,3 @@ class AsyncEngine(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Abort what runs and end every thread and process."""
-
-
-def replica_config(config: EngineConfig) -> EngineConfig:
-    """The configuration of one engine of several."""
-    import dataclasses
-
-    return dataclasses.replace(config, data_parallel_size=1)

@@ -20,7 +20,7 @@ _SUFFIXES = {
 
 
 def _size(text: str) -> int:
-    """``4096``, ``64k``, ``1.5G``, ``2GiB``: as vLLM reads sizes, with capital K, M, G also counting in 1024s."""
+    """``4096``, ``64k``, ``1.5G``, ``2GiB``: as vLLM reads sizes, where capital K, M, G count in 1024s."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?i?)[bB]?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 4096, 64M or 2GiB")
@@ -123,8 +123,8 @@ _WITHOUT_EFFECT: dict[str, int] = {
     "--disable-log-stats": 0, "--enable-chunked-prefill": 0, "--no-enable-chunked-prefill": 0,
     "--async-scheduling": 0, "--no-async-scheduling": 0, "--disable-frontend-multiprocessing": 0,
     "--swap-space": 1, "--distributed-executor-backend": 1, "--generation-config": 1, "--tokenizer-mode": 1,
-    "--disable-hybrid-kv-cache-manager": 0, "--no-disable-hybrid-kv-cache-manager": 0, "--api-server-count": 1,
-    "--max-parallel-loading-workers": 1, "--attention-backend": 1, "--pipeline-parallel-size": 1,
+    "--disable-hybrid-kv-cache-manager": 0, "--no-disable-hybrid-kv-cache-manager": 0,
+    "--api-server-count": 1, "--max-parallel-loading-workers": 1, "--attention-backend": 1, "--pipeline-parallel-size": 1,
 }  # fmt: skip
 """vLLM's flags that choose nothing here, with the number of values they take."""
 

@@ -28,7 +28,7 @@ _TYPES = {
     503: "service_unavailable_error",
     507: "insufficient_storage_error",
 }
-_STATUS_OF_KIND = {"storage_full": 507, "dtype_overflow": 422, ENGINE_DIED: 500}
+_STATUS_OF_KIND = {"storage_full": 507, "dtype_overflow": 422, "aborted": 503, ENGINE_DIED: 500}
 _SAME_AGAIN = {"not_finite", "all_zero", "dtype_overflow"}
 """Failures that the same request would meet again."""
 

@@ -16,7 +16,7 @@ from layertap.outputs import RequestOutput
 from layertap.server.engine import AsyncEngine, EngineCall, EngineFacts, EngineUnavailableError, OutputStream
 
 _INLINE_TOKENS = 8192
-"""Prompts up to this many tokens in all are checked on the event loop: that takes less than a thread's start."""
+"""Prompts of up to so many tokens in all are checked on the event loop: that costs less than a thread."""
 
 
 class EngineThread:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import logging
 import signal
 import socket
@@ -33,8 +34,8 @@ logger = logging.getLogger("layertap")
 _ENGINE_FIELDS = (
     "tokenizer", "revision", "dtype", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size",
     "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_prefix_caching", "seed", "trust_remote_code",
-    "enforce_eager", "load_format", "skip_tokenizer_init", "device", "tensor_parallel_size", "data_parallel_size",
-    "extract_only",
+    "enforce_eager", "load_format", "skip_tokenizer_init", "device", "tensor_parallel_size",
+    "data_parallel_size", "extract_only",
 )  # fmt: skip
 
 
@@ -62,8 +63,8 @@ def transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:
         raise InvalidInputError(
             "kv_transfer_config.kv_connector",
             config.kv_connector,
-            "a connector whose records clients can reach, such as ExampleHiddenStatesConnector; for answers without a "
-            "file, requests send kv_transfer_params {'inline': true}",
+            "a connector whose records clients can reach, such as ExampleHiddenStatesConnector; for answers "
+            "without a file, requests send kv_transfer_params {'inline': true}",
         )
     return config
 
@@ -104,10 +105,18 @@ def build_service(args: argparse.Namespace) -> Service:
 
 
 def _engine(config: EngineConfig, transfer: KVTransferConfig | None) -> tuple[AsyncEngine, Any]:
-    from layertap.server.local import LocalEngine
+    """The engine, or engines, and a tokenizer for the HTTP side."""
+    if config.data_parallel_size == 1:
+        from layertap.server.local import LocalEngine
 
-    engine = LocalEngine(config, transfer)
-    return engine, engine.tokenizer
+        local = LocalEngine(config, transfer)
+        return local, local.tokenizer
+    from layertap.engine import loader
+    from layertap.server.replicas import ReplicaEngine
+
+    source = loader.prepare_source(config.model)  # once, before several processes would
+    engine = ReplicaEngine(config, transfer, config.data_parallel_size)
+    return engine, loader.load_tokenizer(config, source)
 
 
 def _template(given: str) -> str:
@@ -119,7 +128,7 @@ def _template(given: str) -> str:
         raise InvalidInputError("--chat-template", given, f"a readable file ({e.strerror})") from None
 
 
-class _Server(uvicorn.Server):
+class _Server(uvicorn.Server):  # type: ignore[misc]
     """Ends with status 0 on SIGTERM and SIGINT, and by itself when the engine has died."""
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine) -> None:
@@ -143,11 +152,11 @@ class _Server(uvicorn.Server):
             self.engine_died = True
             logger.error("the engine has died: the server ends")
             return True
-        return await super().on_tick(counter)
+        return bool(await super().on_tick(counter))
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: whoever connects before the model is loaded is told so at once.
+    """A bound socket that does not listen yet: who connects before the model is loaded is told so at once.
 
     Raises:
         InvalidInputError: the address cannot be had.
@@ -166,6 +175,7 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(args: argparse.Namespace) -> int:
     """Serve until a signal comes. Returns the exit status."""
     bound = listen(args.host, args.port)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server listens
     try:
         service = build_service(args)
     except BaseException:
@@ -215,9 +225,8 @@ def main(argv: Sequence[str]) -> int:
 
     args = flags.parse(argv)
     if args.engine == "vllm":
-        from layertap.vllm.launcher import serve as serve_vllm
-
-        return int(serve_vllm(list(argv)))
+        launcher = importlib.import_module("layertap.vllm.launcher")
+        return int(launcher.serve(list(argv)))
     if args.engine != "torch":
         raise InvalidInputError("--engine", args.engine, "'torch' or 'vllm'")
     return serve(args)

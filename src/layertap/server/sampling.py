@@ -29,7 +29,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "chat_template": (),
 }
-"""Fields of OpenAI's and vLLM's that the engine has no counterpart for, and the values that ask for nothing."""
+"""OpenAI's and vLLM's fields that the engine has no counterpart for, and the values that ask for nothing."""
 
 
 def refuse_unsupported(body: Sampling) -> None:

@@ -80,7 +80,7 @@ class Service:
         )
 
     def request_names(self, prefix: str, given: str | None) -> tuple[str, str]:
-        """The id that the answer carries, and the stem of its records' names, which nothing that was sent chooses.
+        """The id that the answer carries, and the stem of its records' names, which no client chooses.
 
         Raises:
             InvalidInputError: ``given`` is not a plain name.
@@ -93,7 +93,7 @@ class Service:
         return f"{prefix}-{given}", stem
 
     def transfer_params(self, given: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
-        """A request's ``kv_transfer_params`` without what is the server's affair, and whether to answer inline."""
+        """A request's ``kv_transfer_params`` without the server's part, and whether to answer inline."""
         if given is None:
             return None, False
         rest = dict(given)
@@ -144,7 +144,7 @@ class Service:
 
 
 class Flight:
-    """The calls of one HTTP request. What is not marked as delivered at the end is aborted, and nothing of it stays."""
+    """The calls of one HTTP request. What is not marked as delivered at the end is aborted and removed."""
 
     def __init__(self, service: Service, calls: Sequence[EngineCall]) -> None:
         self.service = service
@@ -252,6 +252,6 @@ class Flight:
             raise InvalidInputError(
                 field,
                 True,
-                f"records of at most {most} bytes (--max-inline-bytes), this one would take up to {needed}; select "
-                "fewer tokens or layers, or fetch it from /v1/hidden_states/{id}",
+                f"records of at most {most} bytes (--max-inline-bytes), this one would take up to {needed}; "
+                "select fewer tokens or layers, or fetch it from /v1/hidden_states/{id}",
             )

@@ -87,8 +87,8 @@ class Storage:
             if self.used_bytes + self._reserved + num_bytes > self.max_bytes:
                 raise ApiError(
                     507,
-                    f"the storage is full: {self.used_bytes + self._reserved} of {self.max_bytes} bytes (max_bytes) are "
-                    f"taken, this request needs {num_bytes}; delete records that have been read",
+                    f"the storage is full: {self.used_bytes + self._reserved} of {self.max_bytes} bytes "
+                    f"(max_bytes) are taken, this request needs {num_bytes}; delete records that have been read",
                     code="storage_full",
                 )
         self._reserved += num_bytes

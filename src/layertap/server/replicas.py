@@ -1,0 +1,267 @@
+"""Several engine processes behind one face: dispatch by load, and restart of those that die."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from layertap.config import EngineConfig
+from layertap.connectors.transfer_config import KVTransferConfig
+from layertap.errors import InvalidInputError, LayertapError
+from layertap.server import wire
+from layertap.server.engine import (
+    ENGINE_DIED,
+    AsyncEngine,
+    EngineCall,
+    EngineFacts,
+    EngineUnavailableError,
+    OutputStream,
+)
+
+logger = logging.getLogger("layertap")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_END_SECONDS = 15.0
+
+
+@dataclass(slots=True, eq=False)
+class _Flying:
+    """A call on its way through a replica."""
+
+    stream: OutputStream
+    accepted: asyncio.Future[None]
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """A replica's process and this end of its socket."""
+
+    index: int
+    popen: subprocess.Popen[bytes]
+    socket: socket.socket
+    facts: EngineFacts
+    reader: asyncio.StreamReader | None = None
+    writer: asyncio.StreamWriter | None = None
+    flying: dict[str, _Flying] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+    load: int = 0
+    """Tokens under way."""
+
+    def send(self, message: object) -> None:
+        assert self.writer is not None
+        self.writer.write(wire.pack(message))
+
+    def forget(self, call: EngineCall) -> None:
+        if self.flying.pop(call.request_id, None) is not None:
+            self.load -= call.num_tokens
+
+
+class ReplicaEngine(AsyncEngine):
+    """N engine processes.
+
+    Args:
+        config: of each of them; on GPUs each gets one of its own.
+        transfer: of each of them: they share the storage folder.
+        count: how many.
+
+    Raises:
+        InvalidInputError: the configuration is wrong; raised when the first process has said so.
+    """
+
+    def __init__(self, config: EngineConfig, transfer: KVTransferConfig | None, count: int) -> None:
+        self._configs = [_config_of(config, i, count) for i in range(count)]
+        self._transfer = transfer
+        self._environment = _environment(count)
+        starting = [self._spawn(i) for i in range(count)]
+        try:
+            self._processes: list[_Process | None] = [_ready(i, *s) for i, s in enumerate(starting)]
+        except BaseException:
+            for popen, sock in starting:
+                popen.kill()
+                sock.close()
+            raise
+        first = self._processes[0]
+        assert first is not None
+        self.facts = first.facts
+        self.restarts = [0] * count
+        self._keepers: list[asyncio.Task[None]] = []
+        self._closing = False
+
+    def _spawn(self, index: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "layertap.server.replica", str(theirs.fileno())]
+        with theirs:
+            popen = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=self._environment)
+        ours.sendall(wire.pack(wire.Begin(self._configs[index], self._transfer)))
+        return popen, ours
+
+    async def start(self) -> None:
+        self._keepers = [asyncio.create_task(self._keep(i)) for i in range(len(self._configs))]
+        while not all(p is not None and p.writer is not None for p in self._processes):
+            await asyncio.sleep(0.005)
+
+    async def _keep(self, index: int) -> None:
+        """Read from a replica as long as it lives; then start the next one."""
+        pause = _FIRST_PAUSE
+        while True:
+            process = self._processes[index]
+            if process is None:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                process = await self._restart(index)
+                if process is None:
+                    continue
+            process.reader, process.writer = await asyncio.open_connection(sock=process.socket)
+            self._processes[index] = process
+            while (message := await wire.areceive(process.reader)) is not None:
+                pause = _FIRST_PAUSE
+                self._take(process, message)
+            self._processes[index] = None
+            process.writer.close()
+            status = await asyncio.to_thread(process.popen.wait)
+            if self._closing:
+                return
+            logger.error("engine process %d died (exit status %d): a new one is started", index, status)
+            for flying in list(process.flying.values()):
+                reason = (
+                    f"engine process {index} died (exit status {status}); nothing was stored: send it again"
+                )
+                flying.stream.fail(reason, ENGINE_DIED)
+                if not flying.accepted.done():
+                    flying.accepted.set_exception(EngineUnavailableError(reason))
+
+    async def _restart(self, index: int) -> _Process | None:
+        try:
+            popen, sock = await asyncio.to_thread(self._spawn, index)
+            try:
+                process = await asyncio.to_thread(_ready, index, popen, sock)
+            except BaseException:
+                popen.kill()
+                raise
+        except (LayertapError, OSError) as error:
+            logger.error("engine process %d could not be restarted: %s", index, error)
+            return None
+        self.restarts[index] += 1
+        return process
+
+    @staticmethod
+    def _take(process: _Process, message: Any) -> None:
+        if isinstance(message, wire.Stats):
+            process.stats = message.values
+        elif isinstance(message, wire.Output):
+            flying = process.flying.get(message.output.request_id)
+            if flying is not None:
+                flying.stream.put(message.output)
+                if message.output.finished:
+                    process.forget(flying.stream.call)
+        elif isinstance(message, wire.Accepted):
+            flying = process.flying.get(message.call_id)
+            if flying is not None and not flying.accepted.done():
+                flying.accepted.set_result(None)
+        else:
+            assert isinstance(message, wire.Refused)
+            assert message.call_id is not None
+            flying = process.flying.get(message.call_id)
+            if flying is not None:
+                process.forget(flying.stream.call)
+                if not flying.accepted.done():
+                    flying.accepted.set_exception(message.error)
+
+    async def submit(self, calls: Sequence[EngineCall]) -> list[OutputStream]:
+        submitted: list[_Flying] = []
+        for call in calls:
+            process = self._least_loaded()
+            flying = _Flying(OutputStream(call), asyncio.get_running_loop().create_future())
+            process.flying[call.request_id] = flying
+            process.load += call.num_tokens
+            process.send(wire.Submit(call))
+            submitted.append(flying)
+        results = await asyncio.gather(*(f.accepted for f in submitted), return_exceptions=True)
+        wrong = next((r for r in results if isinstance(r, BaseException)), None)
+        if wrong is not None:
+            for flying in submitted:
+                self.abort(flying.stream.call)
+            raise wrong
+        return [f.stream for f in submitted]
+
+    def _least_loaded(self) -> _Process:
+        alive = [p for p in self._processes if p is not None and p.writer is not None]
+        if not alive:
+            raise EngineUnavailableError("no engine process is running; they are being restarted")
+        return min(alive, key=lambda p: p.load)
+
+    def abort(self, call: EngineCall) -> None:
+        for process in self._processes:
+            if process is not None and call.request_id in process.flying:
+                process.send(wire.Abort(call))
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        result = {}
+        for i, process in enumerate(self._processes):
+            values = dict(process.stats) if process is not None else {}
+            result[str(i)] = {**values, "restarts": self.restarts[i], "up": process is not None}
+        return result
+
+    @property
+    def alive(self) -> bool:
+        return True
+
+    @property
+    def ready(self) -> bool:
+        return any(p is not None and p.writer is not None for p in self._processes)
+
+    async def close(self) -> None:
+        self._closing = True
+        ending = [p for p in self._processes if p is not None]
+        for process in ending:
+            if process.writer is not None:
+                process.writer.close()
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for process in ending:
+            try:
+                await asyncio.to_thread(process.popen.wait, _END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.popen.kill()
+                await asyncio.to_thread(process.popen.wait)
+            for flying in process.flying.values():
+                flying.stream.fail("the server is shutting down", "aborted")
+
+
+def _ready(index: int, popen: subprocess.Popen[bytes], sock: socket.socket) -> _Process:
+    message = wire.receive(sock)
+    if isinstance(message, wire.Refused):
+        popen.wait()
+        raise message.error
+    if not isinstance(message, wire.Ready):
+        raise EngineUnavailableError(
+            f"engine process {index} ended with status {popen.wait()} before it was ready"
+        )
+    return _Process(index, popen, sock, message.facts)
+
+
+def _config_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
+    import torch
+
+    device = config.device
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        if gpus < count:
+            raise InvalidInputError("--data-parallel-size", count, f"at most {gpus}, the number of GPUs")
+        device = f"cuda:{index}"
+    seed = config.seed
+    return replace(config, data_parallel_size=1, device=device, seed=seed)
+
+
+def _environment(count: int) -> dict[str, str]:
+    """Processes that share a CPU each get their part of its cores."""
+    threads = str(max(1, (os.cpu_count() or 1) // count))
+    return {"OMP_NUM_THREADS": threads, **os.environ}

@@ -1,0 +1,109 @@
+"""Messages between the server and its replicas: pickles, each after its length, over a private socket pair.
+
+Both ends are this package in the same installation, and the socket has no name that anyone else could open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from layertap.config import EngineConfig
+from layertap.connectors.transfer_config import KVTransferConfig
+from layertap.outputs import RequestOutput
+from layertap.server.engine import EngineCall, EngineFacts
+
+_LENGTH = struct.Struct("!Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """To the replica, first: what to run."""
+
+    config: EngineConfig
+    transfer: KVTransferConfig | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From the replica, once the model is loaded."""
+
+    facts: EngineFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """From the replica: it cannot start, or a call is wrong."""
+
+    call_id: str | None
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """From the replica: a call is queued."""
+
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    call: EngineCall
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    call: EngineCall
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    output: RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """From the replica, now and then."""
+
+    values: dict[str, Any]
+
+
+def pack(message: object) -> bytes:
+    """A message's bytes on the wire."""
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(data)) + data
+
+
+def receive(sock: socket.socket) -> Any | None:
+    """The next message, waiting for it; None when the other end has gone."""
+    head = _exactly(sock, _LENGTH.size)
+    if head is None:
+        return None
+    data = _exactly(sock, _LENGTH.unpack(head)[0])
+    return None if data is None else pickle.loads(data)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        try:
+            piece = sock.recv(min(count - len(parts), 1 << 20))
+        except ConnectionError:
+            return None
+        if not piece:
+            return None
+        parts += piece
+    return bytes(parts)
+
+
+async def areceive(reader: asyncio.StreamReader) -> Any | None:
+    """:func:`receive` on the event loop."""
+    try:
+        head = await reader.readexactly(_LENGTH.size)
+        return pickle.loads(await reader.readexactly(_LENGTH.unpack(head)[0]))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
