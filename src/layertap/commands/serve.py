@@ -10,8 +10,8 @@ import typer
 from layertap.errors import InvalidInputError, LayertapError
 
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-"""Register with ``app.command("serve", context_settings=CONTEXT_SETTINGS)``: the flags are parsed here, as vLLM does,
-with ``-`` or ``_``."""
+"""Register with ``app.command("serve", context_settings=CONTEXT_SETTINGS)``: the flags are parsed here,
+as vLLM does, with ``-`` or ``_``."""
 
 
 def serve(context: typer.Context) -> None:

@@ -75,6 +75,7 @@ def _engine_flags(add: Add) -> None:
     add("--skip-tokenizer-init", action="store_true", help="prompts are token ids only")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--tensor-parallel-size", "-tp", type=int, default=1, help="above 1 only with --engine vllm")
+    add("--pipeline-parallel-size", "-pp", type=int, default=1, help="above 1 only with --engine vllm")
     add("--data-parallel-size", "-dp", type=int, default=1, help="engine processes behind one port")
     add(
         "--extract-only",
@@ -124,7 +125,7 @@ _WITHOUT_EFFECT: dict[str, int] = {
     "--async-scheduling": 0, "--no-async-scheduling": 0, "--disable-frontend-multiprocessing": 0,
     "--swap-space": 1, "--distributed-executor-backend": 1, "--generation-config": 1, "--tokenizer-mode": 1,
     "--disable-hybrid-kv-cache-manager": 0, "--no-disable-hybrid-kv-cache-manager": 0,
-    "--api-server-count": 1, "--max-parallel-loading-workers": 1, "--attention-backend": 1, "--pipeline-parallel-size": 1,
+    "--api-server-count": 1, "--max-parallel-loading-workers": 1, "--attention-backend": 1,
 }  # fmt: skip
 """vLLM's flags that choose nothing here, with the number of values they take."""
 

@@ -92,6 +92,10 @@ def build_service(args: argparse.Namespace) -> Service:
         transfer = replace(transfer, kv_connector_extra_config=extra)
     elif args.kv_transfer_config is not None or args.storage is not None:
         raise InvalidInputError("--layers", None, "layers to extract, as there is a place to store them")
+    if args.pipeline_parallel_size != 1:
+        raise InvalidInputError(
+            "--pipeline-parallel-size", args.pipeline_parallel_size, "1 with --engine torch"
+        )
     values = {name: getattr(args, name) for name in _ENGINE_FIELDS}
     config = EngineConfig.from_kwargs(args.model, {**values, "layers": layers})
     engine, tokenizer = _engine(config, transfer)

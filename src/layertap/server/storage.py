@@ -88,7 +88,7 @@ class Storage:
                 raise ApiError(
                     507,
                     f"the storage is full: {self.used_bytes + self._reserved} of {self.max_bytes} bytes "
-                    f"(max_bytes) are taken, this request needs {num_bytes}; delete records that have been read",
+                    f"(max_bytes) are taken, this request needs {num_bytes}; delete records that were read",
                     code="storage_full",
                 )
         self._reserved += num_bytes
