@@ -8,22 +8,32 @@ from layertap.errors import ExtractionError, InvalidInputError, LayertapError, U
 from layertap.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from layertap.client import AsyncClient, Client, ServerError
     from layertap.llm import LLM
     from layertap.record import HiddenStates
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncClient",
+    "Client",
     "ExtractionError",
     "HiddenStates",
     "InvalidInputError",
     "LayertapError",
     "SamplingParams",
+    "ServerError",
     "UnsupportedModelError",
     "__version__",
 ]
 
-_LAZY = {"LLM": "layertap.llm", "HiddenStates": "layertap.record"}
+_LAZY = {
+    "LLM": "layertap.llm",
+    "HiddenStates": "layertap.record",
+    "Client": "layertap.client",
+    "AsyncClient": "layertap.client",
+    "ServerError": "layertap.client",
+}
 
 
 def __getattr__(name: str) -> Any:

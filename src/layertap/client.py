@@ -37,8 +37,9 @@ class _Extractor:
         concurrency: requests at once.
         retries: more tries of a request that may succeed later (no answer, 429, 500, 503, 507).
         timeout: seconds that one try may take.
-        transport: how records come here. ``"path"`` reads the server's files, ``"http"`` fetches them, ``"inline"``
-            takes them out of the answers, ``"auto"`` reads files that are in reach and fetches the others.
+        transport: how records come here. ``"path"`` reads the server's files, ``"http"`` fetches them,
+            ``"inline"`` takes them out of the answers, ``"auto"`` reads files that are in reach and fetches the
+            others.
         keep: leave the records on the server.
     """
 
@@ -162,7 +163,7 @@ class Client(_Extractor):
         """Yield each prompt's hidden states, in order, while later ones still run; see ``LLM.extract``.
 
         Args:
-            prompts: one or many, or an iterator: it is read only as far ahead as there are requests under way.
+            prompts: one or many, or an iterator: it is read only as far ahead as requests are under way.
 
         Raises:
             ServerError: a request failed for good (with ``on_error="return"`` it is yielded in its place).
@@ -171,7 +172,9 @@ class Client(_Extractor):
         items: Iterable[Any] = [prompts] if is_single(prompts) else prompts
         return self._extract(iter(items), options, on_error)
 
-    def _extract(self, items: Iterator[Any], options: dict[str, Any], on_error: OnError) -> Iterator[HiddenStates]:
+    def _extract(
+        self, items: Iterator[Any], options: dict[str, Any], on_error: OnError
+    ) -> Iterator[HiddenStates]:
         pending: deque[Future[HiddenStates]] = deque()
         try:
             for item in items:

@@ -28,7 +28,14 @@ class ServerError(LayertapError):
         final: the server says that the same request would fail again.
     """
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None, final: bool = False) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        final: bool = False,
+    ) -> None:
         super().__init__(f"HTTP {status}: {message}" if status else message)
         self.status = status
         self.message = message
@@ -112,6 +119,8 @@ def _error_of(status: int, content: bytes, should_retry: str | None) -> ServerEr
     final = should_retry == "false"
     try:
         detail = json.loads(content)["error"]
-        return ServerError(status, str(detail["message"]), str(detail.get("code")), detail.get("param"), final)
+        return ServerError(
+            status, str(detail["message"]), str(detail.get("code")), detail.get("param"), final
+        )
     except (ValueError, KeyError, TypeError):
         return ServerError(status, content[:200].decode("utf-8", "replace"), final=final)

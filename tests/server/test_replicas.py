@@ -1,0 +1,92 @@
+"""Several engine processes behind one port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from layertap.record import verify_record
+
+from .conftest import Command, tiny_flags
+
+
+def engines(started: Command) -> list[psutil.Process]:
+    children = psutil.Process(started.process.pid).children()
+    return [c for c in children if "layertap.server.replica" in c.cmdline()]
+
+
+def metric(started: Command, name: str) -> dict[str, float]:
+    lines = httpx.get(started.url + "/metrics").text.splitlines()
+    return {
+        line.split('replica="')[1][0]: float(line.split()[-1])
+        for line in lines
+        if line.startswith(f"layertap_{name}{{")
+    }
+
+
+@pytest.mark.slow
+def test_a_replica_that_dies_fails_its_own_requests_and_comes_back(
+    command: Any, chat_model: str, tmp_path: Path
+) -> None:
+    storage = tmp_path / "states"
+    started: Command = command(*tiny_flags(chat_model, storage, "--data-parallel-size", "2")).wait_ready()
+    assert len(engines(started)) == 2
+
+    wrong = started.post("/v1/completions", {"prompt": [[5], [999]]})
+    assert wrong.status_code == 400
+    assert "0 to 319" in wrong.json()["error"]["message"]
+
+    # Several prompts of one call are spread over the engines.
+    answer = started.post(
+        "/v1/completions", {"prompt": [[5 + i, 6] for i in range(8)], "max_tokens": 2}
+    ).json()
+    for choice in answer["choices"]:
+        verify_record(choice["kv_transfer_params"]["hidden_states_path"])
+    deadline = time.monotonic() + 30
+    while list(metric(started, "stored_requests_total").values()) != [4, 4]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+    # Two long requests, one on each engine; one engine is killed under its request.
+    results: dict[int, httpx.Response] = {}
+
+    def ask(i: int) -> None:
+        body = {"prompt": [5, 6, 7 + i], "max_tokens": 450, "ignore_eos": True}
+        results[i] = started.post("/v1/completions", body)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    while sum(metric(started, "requests_running").values()) < 2:
+        assert all(t.is_alive() for t in threads)
+        time.sleep(0.02)
+    os.kill(engines(started)[0].pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(120)
+    assert sorted(r.status_code for r in results.values()) == [200, 500]
+    failed = next(r for r in results.values() if r.status_code == 500).json()["error"]
+    assert failed["code"] == "engine_died"
+    assert "send it again" in failed["message"]
+
+    # The others never notice, and the dead one is replaced.
+    assert started.post("/v1/completions", {"prompt": [5]}).status_code == 200
+    deadline = time.monotonic() + 200
+    while len(metric(started, "cache_blocks")) < 2:
+        assert time.monotonic() < deadline, started.log.read_text()
+        time.sleep(0.2)
+    assert sum(metric(started, "replica_restarts_total").values()) == 1
+    answers = [started.post("/v1/completions", {"prompt": [[5, i], [6, i]]}) for i in range(5, 10)]
+    assert all(a.status_code == 200 for a in answers)
+    assert not list(storage.glob("*.tmp"))
+
+    pids = [e.pid for e in engines(started)]
+    assert started.stop() == 0
+    assert not any(psutil.pid_exists(pid) for pid in pids)
