@@ -1,4 +1,4 @@
-"""Runs the released ``speculators`` command where there is no accelerator: its trainer asks for one in four places.
+"""Runs the released ``speculators`` where there is no accelerator: its trainer asks for one in four places.
 
 Its client code (requests to the server, reading and deleting of files, validation) is untouched.
 """

@@ -1,4 +1,4 @@
-"""The released ``speculators`` package, from conversations to a trained EAGLE-3 draft model, against our server."""
+"""The released ``speculators``, from conversations to a trained EAGLE-3 draft model, against our server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def speculators(*argv: str) -> str:
 
 def write_conversations(path: Path) -> None:
     rng = random.Random(0)
-    words = "the future of hidden states is the history of the model and the words in it".split()
+    words = ["the", "future", "of", "hidden", "states", "is", "history", "model", "and", "words", "in"]
 
     def text(count: int) -> str:
         return " ".join(rng.choice(words) for _ in range(count))
@@ -75,10 +75,12 @@ def test_prepare_generate_and_train(chat_model: str, tmp_path: Path) -> None:
         stored = server.core.stats()["connector"]["requests_completed"]
         log = speculators(
             "train", "--verifier-name-or-path", chat_model, "--data-path", str(data),
-            "--vllm-endpoint", f"{server.url}/v1", "--on-missing", "generate", "--speculator-type", "eagle3",
-            "--target-layer-ids", "1", "2", "3", "--draft-attn-impl", "eager", "--loss-implementation", "eager",
-            "--hidden-states-dtype", "float32", "--total-seq-len", "256", "--num-workers", "0", "--epochs", "2",
-            "--ttt-steps", "2", "--optimizer", "adamw", "--lr", "3e-3", "--scheduler-type", "none",
+            "--vllm-endpoint", f"{server.url}/v1", "--on-missing", "generate",
+            "--speculator-type", "eagle3", "--target-layer-ids", "1", "2", "3",
+            "--draft-attn-impl", "eager", "--loss-implementation", "eager",
+            "--hidden-states-dtype", "float32", "--total-seq-len", "256", "--num-workers", "0",
+            "--epochs", "2", "--ttt-steps", "2",
+            "--optimizer", "adamw", "--lr", "3e-3", "--scheduler-type", "none",
             "--max-retries", "0", "--save-path", str(tmp_path / "draft"),
         )  # fmt: skip
         losses = [float(x) for x in re.findall(r"train/loss=([\w.+-]+)", log)]
