@@ -1,15 +1,18 @@
-"""The same prompts through ``LLM.generate`` and through the server with 32 clients, in turns, in one process each.
+"""The same kind of prompts through ``LLM.generate`` and through the server with 32 clients, in turns.
 
     python benchmarks/serve_throughput.py [MODEL] [NUM_PROMPTS]
 
-The prompts are random token ids of 16 to 512 tokens; each run uses fresh ones, so that the prefix cache helps neither
-side. Records go to a folder on the same disk and are removed as they come.
+The prompts are random token ids of 16 to 512 tokens; each run uses fresh ones, so that the prefix cache
+helps neither side. Records go to a folder on the same disk and are removed after each round. Both sides
+run one OpenMP thread unless ``OMP_NUM_THREADS`` says otherwise: two processes whose threads spin at barriers
+would slow each other down, and that is not what is measured.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
 import random
 import shutil
 import statistics
@@ -74,6 +77,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         in_process(sys.argv[2], int(sys.argv[3]), sys.argv[4])
         return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     count = int(sys.argv[2]) if len(sys.argv) > 2 else 128
     folder = tempfile.mkdtemp(prefix="layertap-serve-bench-")
