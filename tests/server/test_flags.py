@@ -9,7 +9,7 @@ import pytest
 from layertap.config import layers_of_speculative_config
 from layertap.errors import InvalidInputError
 from layertap.server import flags
-from layertap.server.run import build_service, transfer_config
+from layertap.server.run import build_service, main, transfer_config
 
 SPECULATIVE = (
     '{"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": '
@@ -98,3 +98,19 @@ def test_help_lists_the_flags(capsys: Any) -> None:
         flags.parse(["--help"])
     assert stopped.value.code == 0
     assert "--kv-transfer-config" in capsys.readouterr().out
+
+
+def test_with_vllm_the_launcher_gets_every_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[list[str]] = []
+
+    def run(argv: list[str]) -> None:
+        taken.append(list(argv))
+        raise SystemExit(0)
+
+    monkeypatch.setattr("layertap.vllm.launcher.run", run)
+    argv = ["m", "--engine", "vllm", "--layers", "1", "--some-flag-of-vllm", "3"]
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert taken == [argv]
+    with pytest.raises(InvalidInputError, match="--engine"):
+        main(["m", "--engine", "jax"])

@@ -113,7 +113,7 @@ def _extraction_flags(add: Add) -> None:
         type=_layers,
         help="layers to extract: 3,18,33,36, all, eagle3, norm; -1 is after the last",
     )
-    add("--storage", metavar="DIR", help="folder for the records; default /tmp/hidden_states")
+    add("--storage", "--output", metavar="DIR", help="folder for the records; default /tmp/hidden_states")
     add("--ttl-seconds", type=float, help="remove records that nobody has read for so long")
     add("--max-bytes", type=_size, help="records may take this much; then requests get 507")
     add("--speculative-config", "-sc", type=_json, metavar="JSON", help="vLLM's way to name the layers")
@@ -159,6 +159,13 @@ def normalized(argv: Sequence[str]) -> list[str]:
             word = name.replace("_", "-") + equals + value
         result.append(word)
     return result
+
+
+def engine_of(argv: Sequence[str]) -> str:
+    """What ``--engine`` says, without a look at the other flags: with vLLM they are its own."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--engine", default="torch")
+    return str(parser.parse_known_args(list(argv))[0].engine)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

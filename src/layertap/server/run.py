@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib
 import logging
 import signal
 import socket
@@ -227,10 +226,11 @@ def main(argv: Sequence[str]) -> int:
     """
     from layertap.server import flags
 
-    args = flags.parse(argv)
-    if args.engine == "vllm":
-        launcher = importlib.import_module("layertap.vllm.launcher")
-        return int(launcher.serve(list(argv)))
-    if args.engine != "torch":
-        raise InvalidInputError("--engine", args.engine, "'torch' or 'vllm'")
-    return serve(args)
+    engine = flags.engine_of(argv)
+    if engine == "vllm":
+        from layertap.vllm.launcher import run
+
+        run(argv)
+    if engine != "torch":
+        raise InvalidInputError("--engine", engine, "'torch' or 'vllm'")
+    return serve(flags.parse(argv))

@@ -24,7 +24,7 @@ DEFAULT_FOLDER = "/tmp/hidden_states"
 
 # Flags with a value that are ours to read.
 _OURS = ("--layers", "--speculative-config", "--kv-transfer-config", "--output", "--engine", "--revision")
-_SHORT = {"-sc": "--speculative-config"}
+_SHORT = {"-sc": "--speculative-config", "--storage": "--output"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def serve_command(arguments: Sequence[str]) -> ServeCommand:
 
     Args:
         arguments: MODEL and flags, in any order: ``--layers`` (or vLLM's ``--speculative_config``),
-            ``--output`` (or ``--kv_transfer_config``), and any flag of ``vllm serve``.
+            ``--storage`` (or ``--kv_transfer_config``), and any flag of ``vllm serve``.
 
     Raises:
         InvalidInputError: no model or no layers, or a value that is not allowed.
