@@ -110,6 +110,7 @@ def main() -> None:
     one(0)  # warm-up
     for seed in range(1, ROUNDS + 1):
         generated, served = one(seed)
+        print(f"round {seed}: LLM.generate {generated:.0f}, server {served:.0f} tokens/s", file=sys.stderr)
         results["LLM.generate"].append(generated)
         results["server"].append(served)
     child.stdin.close()
