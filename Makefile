@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST_FLAGS ?=
 
-.PHONY: demo test test-torch test-vllm lint install
+.PHONY: demo test test-all test-torch test-vllm lint install
 .DEFAULT_GOAL := demo
 
 install: $(INSTALLED)
@@ -43,7 +43,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check src tests scripts
 	$(BIN)/mypy
 
-test: lint test-torch test-vllm
+test: lint test-torch
+
+test-all: test test-vllm
 
 test-torch: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered \

@@ -93,4 +93,7 @@ def bench(
     table = Table(*report.COLUMNS, title=f"{workload.dtype} on {result['machine']['cpu']}")
     for row in report.rows(result):
         table.add_row(*row)
-    Console().print(table)
+    out = Console()
+    if not out.is_terminal:  # a file or a pipe is as wide as the table
+        out = Console(width=140)
+    out.print(table)
