@@ -1,8 +1,9 @@
 # Each target makes and uses .venv in this folder; python3 and make are all that has to be there before.
 #
 #   make demo    hidden states of real prompts with a real model, checked against transformers
-#   make test    lint, types, tests, coverage, and the tests with vLLM
+#   make test    lint, types, tests, coverage
 #   make lint    ruff and mypy
+#   make test-all    the same and test-vllm
 #   make test-vllm   the tests with vLLM's CPU build, in an environment of its own (.venv-vllm)
 #
 # Another PyTorch, for a GPU say:
