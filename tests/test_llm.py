@@ -361,3 +361,11 @@ def test_greedy_text_of_the_real_model_equals_transformers(smollm2: LLM) -> None
             assert got == right[n:].tolist()
         text = tokenizer.decode(got, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert output.outputs[0].text == text
+
+
+@pytest.mark.parametrize(
+    "prompt", ["half \ud800 a pair", {"messages": [{"role": "user", "content": "\udcff"}]}]
+)
+def test_text_that_is_no_valid_unicode_is_named(prompt: Any, smollm2: LLM) -> None:
+    with pytest.raises(InvalidInputError, match="valid Unicode"):
+        smollm2.generate([prompt], GREEDY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 from layertap.errors import InvalidInputError
 from layertap.layers import LayerSpec
@@ -32,9 +32,7 @@ class EngineConfig:
     layers: LayerSpec | None = None
     """Boundaries to tap (see :mod:`layertap.layers`); None taps nothing."""
     dtype: str = "auto"
-    """Of weights and activations; ``auto`` takes the checkpoint's (float16 and bfloat16 become float32 on a
-    CPU without
-    fast half-precision only if asked for)."""
+    """Of weights and activations; ``auto`` takes the checkpoint's."""
     max_model_len: int | None = None
     """Longest sequence, prompt and output together. None: the model's own limit, or what fits into the cache.
     Longest sequence, prompt and output together. None: the model's own limit, or what fits into the cache."""
@@ -123,9 +121,6 @@ class EngineConfig:
             if key not in known:
                 raise InvalidInputError(key, kwargs[key], nearest(key, known))
         return cls(model, **kwargs)
-
-
-Method = Literal["extract_hidden_states"]
 
 
 def layers_of_speculative_config(config: Mapping[str, Any]) -> list[int | str]:

@@ -29,7 +29,7 @@ from layertap.progress import Progress
 from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_list, is_single
 from layertap.record import HiddenStates
 from layertap.sampling_params import SamplingParams
-from layertap.selection import parse_tokens
+from layertap.selection import Selection, parse_tokens
 
 logger = logging.getLogger("layertap")
 
@@ -284,8 +284,6 @@ class LLM:
         if isinstance(tokens, slice):
             parse_tokens(tokens, "tokens")
             transfer["tokens"] = {"start": tokens.start, "end": tokens.stop}
-        from layertap.selection import Selection
-
         Selection.parse(transfer, self._core.served)  # wrong input is told before the first prompt is taken
         params = sampling_params or SamplingParams(max_tokens=max_tokens, temperature=0.0, detokenize=False)
         params = SamplingParams(**{**_fields(params), "kv_transfer_params": transfer})
