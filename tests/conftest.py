@@ -17,9 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import tiny_models
 from layertap import LLM
+
+# What the command line prints is compared word for word; writing a tiny model is no part of it.
+transformers.utils.logging.disable_progress_bar()
 
 
 @pytest.fixture(scope="session")
