@@ -38,8 +38,8 @@ def wait_until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
 
 
 def published(folder: Path) -> list[str]:
-    """What lies under a final name. Only the engine's own lock file may be hidden beside it, no partial file.
-    What lies under a final name. Only the engine's own lock file may be hidden beside it, no partial file."""
+    """What lies under a final name. Only the engine's own lock file may be hidden beside it, no partial
+    file."""
     hidden = [name for name in os.listdir(folder) if name.startswith(".")]
     assert all(name.startswith(".layertap-") and name.endswith(".lock") for name in hidden), hidden
     return sorted(name for name in os.listdir(folder) if not name.startswith("."))

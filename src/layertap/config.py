@@ -34,8 +34,8 @@ class EngineConfig:
     dtype: str = "auto"
     """Of weights and activations; ``auto`` takes the checkpoint's."""
     max_model_len: int | None = None
-    """Longest sequence, prompt and output together. None: the model's own limit, or what fits into the cache.
-    Longest sequence, prompt and output together. None: the model's own limit, or what fits into the cache."""
+    """Longest sequence, prompt and output together. None: the model's own limit, or what fits into the
+    cache."""
     max_num_batched_tokens: int | None = None
     """Tokens computed in one step. None: 2048 on a CPU, 16384 on a GPU."""
     max_num_seqs: int = 256
@@ -46,8 +46,8 @@ class EngineConfig:
     """Reuse the blocks of prompts that begin alike."""
     kv_cache_memory_bytes: int | None = None
     """Memory of the KV cache and the hidden-state cache together. None: on a GPU what
-    ``gpu_memory_utilization``
-    leaves after the model and a profiling step, on a CPU a tenth of the machine's memory, at most 2 GiB."""
+    ``gpu_memory_utilization`` leaves after the model and a profiling step, on a CPU a tenth of the machine's
+    memory, at most 2 GiB."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that the engine may use."""
     seed: int = 0
@@ -58,8 +58,7 @@ class EngineConfig:
     """Branch, tag or commit on the hub."""
     enforce_eager: bool | None = None
     """True compiles nothing: slower, but starts at once. None compiles the decoder layers on a GPU only,
-    False on a
-    CPU, too."""
+    False on a CPU, too."""
     load_format: str = "auto"
     """``auto`` reads the weights; ``dummy`` draws them at random from ``seed`` (for benchmarks)."""
     skip_tokenizer_init: bool = False

@@ -419,8 +419,8 @@ class LLM:
         return self._core.max_model_len
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges of the engine: running and waiting requests, prefix hits, blocks, stored bytes.
-        Counters and gauges of the engine: running and waiting requests, prefix hits, blocks, stored bytes."""
+        """Counters and gauges of the engine: running and waiting requests, prefix hits, blocks, stored
+        bytes."""
         result = self._loop.call(self._core.stats)
         assert isinstance(result, dict)
         return result

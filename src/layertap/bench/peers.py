@@ -1,5 +1,5 @@
-"""Runs the peers, each in a process of its own, in turns: so that a machine that slows down slows all alike.
-Runs the peers, each in a process of its own, in turns: so that a machine that slows down slows all alike."""
+"""Runs the peers, each in a process of its own, in turns: so that a machine that slows down slows all
+alike."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class Workload:
     min_tokens: int = 16
     max_tokens: int = 900
     skew: float = 2.5
-    """Lengths are ``min + (max - min) * u ** skew`` with u uniform: above 1, short prompts are more frequent.
-    Lengths are ``min + (max - min) * u ** skew`` with u uniform: above 1, short prompts are more frequent."""
+    """Lengths are ``min + (max - min) * u ** skew`` with u uniform: above 1, short prompts are more
+    frequent."""
     shared_prefix: int = 0
     """Tokens that all prompts begin with."""
     dtype: str = "bfloat16"

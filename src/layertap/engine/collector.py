@@ -1,5 +1,5 @@
-"""From the engine's requests to the outputs that users see, with ``n`` sequences of one prompt put together.
-From the engine's requests to the outputs that users see, with ``n`` sequences of one prompt put together."""
+"""From the engine's requests to the outputs that users see, with ``n`` sequences of one prompt put
+together."""
 
 from __future__ import annotations
 

@@ -97,8 +97,7 @@ def uncompile_layers(layers: nn.ModuleList) -> None:
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """A forward without the wrappers that translate deprecated argument names, or recompute for training:
-    they
-    break the graph."""
+    they break the graph."""
     while hasattr(function, "__wrapped__") and function.__globals__["__name__"] in _WRAPPERS:
         function = function.__wrapped__
     return function

@@ -1,5 +1,5 @@
-"""From token ids to text, as they come: whole characters only, and stop strings found across token borders.
-From token ids to text, as they come: whole characters only, and stop strings found across token borders."""
+"""From token ids to text, as they come: whole characters only, and stop strings found across token
+borders."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def window_of(mask_function: Callable[..., torch.Tensor], max_len: int) -> int |
 
 
 class _ArangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes where a model counts the tokens of the batch itself instead of using the positions it was given.
-    Notes where a model counts the tokens of the batch itself instead of using the positions it was given."""
+    """Notes where a model counts the tokens of the batch itself instead of using the positions it was
+    given."""
 
     def __init__(self, inside: list[nn.Module], suspects: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -29,8 +29,8 @@ class StepLogits:
     rows: torch.Tensor | None
     """[len(sampling), vocab]"""
     prompt: list[tuple[ScheduledRequest, torch.Tensor]]
-    """Requests that want prompt log-probabilities, with the logits [n, vocab] of their tokens of this step.
-    Requests that want prompt log-probabilities, with the logits [n, vocab] of their tokens of this step."""
+    """Requests that want prompt log-probabilities, with the logits [n, vocab] of their tokens of this
+    step."""
 
 
 class ModelRunner:
@@ -69,8 +69,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, with_logits: bool) -> None:
-        """Run steps of a few sizes on the padding block, so that compilation and library set-up happen now.
-        Run steps of a few sizes on the padding block, so that compilation and library set-up happen now."""
+        """Run steps of a few sizes on the padding block, so that compilation and library set-up happen
+        now."""
         slot = self.verifier.attention[0].key_cache.shape[0] - self.block_size  # type: ignore[union-attr]
         vocab = self.verifier.vocab_size
         for count in _WARM_UP_TOKENS:

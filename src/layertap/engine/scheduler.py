@@ -70,8 +70,8 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> SchedulerOutput:
-        """Pick the next step's tokens and allocate their blocks. An empty result means: nothing can run now.
-        Pick the next step's tokens and allocate their blocks. An empty result means: nothing can run now."""
+        """Pick the next step's tokens and allocate their blocks. An empty result means: nothing can run
+        now."""
         out = SchedulerOutput()
         budget = self.max_num_batched_tokens
         index = 0

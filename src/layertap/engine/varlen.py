@@ -8,8 +8,8 @@ import torch
 
 
 def _gqa_arguments() -> dict[str, bool]:
-    """Releases from 2.13 on want to be told that key heads are shared; earlier ones take them without a word.
-    Releases from 2.13 on want to be told that key heads are shared; earlier ones take them without a word."""
+    """Releases from 2.13 on want to be told that key heads are shared; earlier ones take them without a
+    word."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
