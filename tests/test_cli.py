@@ -295,6 +295,8 @@ def test_ctrl_c_exits_with_130_and_one_line(tiny: Callable[..., str], tmp_path: 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background has its children ignore the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdin is not None
     process.stdin.write('{"prompt_token_ids": [5, 6, 7]}\n' * 2)

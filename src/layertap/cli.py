@@ -101,6 +101,8 @@ def _names_command(arguments: Sequence[str]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # PyTorch reads it with its first tensor: large ones in huge pages, which saves a few percent on a CPU.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if not any(word in _OWN_FLAGS for word in given[:1]):
         given = normalise(given)
     try:

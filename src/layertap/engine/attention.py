@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from layertap.engine import cpu_attention
+
 IMPLEMENTATION = "layertap"
 
 # Scores of one query block are materialised where no fused kernel does the job: at most this many elements
@@ -41,6 +43,8 @@ class BatchLayout:
     max_seqlen_k: int = 0
     all_slots: torch.Tensor | None = None
     """[sum of m] int64: every token of every sequence, in order; None when no sequence has a context."""
+    arrays: cpu_attention.StepArrays | None = None
+    """The same for the CPU kernel; made by the first layer that needs it."""
 
 
 @dataclass(slots=True)
@@ -69,6 +73,8 @@ class AttentionLayer:
     """[slots, K, D]"""
     value_cache: torch.Tensor | None = field(default=None, repr=False)
     """[slots, K, V]"""
+    native: bool = True
+    """Whether the CPU kernel may be used, where it is there."""
 
     def bytes_per_token(self, itemsize: int) -> int:
         return self.num_kv_heads * (self.key_dim + self.value_dim) * itemsize
@@ -89,6 +95,8 @@ class AttentionLayer:
         self.value_cache.index_copy_(0, layout.slot_mapping, v_1KTV[0].transpose(0, 1))
         if self._varlen(q_1QTD):
             return self._attend_varlen(layout, q_1QTD, k_1KTD, v_1KTV)
+        if cpu_attention.supports(self, q_1QTD):
+            return cpu_attention.attend(self, layout, q_1QTD, k_1KTD, v_1KTV)
         return self._attend_each(layout, q_1QTD, k_1KTD, v_1KTV)
 
     def _varlen(self, q: torch.Tensor) -> bool:

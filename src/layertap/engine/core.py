@@ -19,6 +19,7 @@ from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig
 from layertap.engine import loader
 from layertap.engine.block_pool import BlockPool
 from layertap.engine.compile import compile_layers, uncompile_layers
+from layertap.engine.cpu_memory import keep_freed_memory
 from layertap.engine.detokenizer import Detokenizer
 from layertap.engine.memory import cache_bytes, num_blocks_for
 from layertap.engine.request import Request, RequestStatus
@@ -58,6 +59,8 @@ class EngineCore:
     def __init__(self, config: EngineConfig, kv_transfer_config: KVTransferConfig | None) -> None:
         self.config = config
         self.device = pick_device(config)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         source = loader.prepare_source(config.model)
         self.hf_path = source.path
         """Folder or hub id that ``transformers`` reads the model from."""

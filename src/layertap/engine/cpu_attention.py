@@ -1,0 +1,178 @@
+"""Attention of a whole step in one call, on a CPU: builds and calls ``cpu_attention.cpp``.
+
+PyTorch's CPU kernel takes one sequence at a time and reaches a tenth of what the cores' matrix products do
+(docs/performance.md). This one is compiled at its first use, in a few seconds, with the machine's C++
+compiler, and kept in the user's cache. Where there is no compiler, PyTorch's kernel goes on doing the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from layertap.engine.gguf import cache_folder
+
+if TYPE_CHECKING:
+    from layertap.engine.attention import AttentionLayer, BatchLayout
+
+logger = logging.getLogger("layertap")
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fopenmp", "-fPIC", "-shared")
+_FUNCTIONS = {torch.float32: "layertap_attention_float32", torch.bfloat16: "layertap_attention_bfloat16"}
+_BUILD_SECONDS = 120
+
+_POINTERS = (
+    "query",
+    "key",
+    "value",
+    "key_cache",
+    "value_cache",
+    "out",
+    "sinks",
+    "starts",
+    "contexts",
+    "slots",
+)
+_NUMBERS = (
+    "query_head", "query_token", "key_head", "key_token", "value_head", "value_token",
+    "key_slot", "key_slot_head", "value_slot", "value_slot_head", "out_token", "out_head",
+    "sequences", "heads", "kv_heads", "key_dim", "value_dim", "window", "threads",
+)  # fmt: skip
+
+
+class _Call(ctypes.Structure):
+    """``struct Call`` of the C++ side, field for field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class StepArrays:
+    """The layout of a step as the kernel reads it; made once a step, used by all layers."""
+
+    def __init__(self, layout: BatchLayout) -> None:
+        self.starts = np.asarray(layout.query_starts, dtype=np.int64)
+        self.contexts = np.asarray(layout.context_lens, dtype=np.int64)
+        self._slots = layout.slots  # kept alive: the kernel has their addresses
+        addresses = [0 if s is None else s.data_ptr() for s in layout.slots]
+        self.slots = np.asarray(addresses, dtype=np.uint64)
+
+
+def supports(layer: AttentionLayer, query: torch.Tensor) -> bool:
+    """Whether the kernel is there and computes this layer."""
+    return query.device.type == "cpu" and query.dtype in _FUNCTIONS and layer.native and library() is not None
+
+
+def attend(
+    layer: AttentionLayer,
+    layout: BatchLayout,
+    q_1QTD: torch.Tensor,
+    k_1KTD: torch.Tensor,
+    v_1KTV: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of all tokens of the step. Returns [1, T, Q, V]. The cache already holds this step's keys and
+    values."""
+    loaded = library()
+    assert loaded is not None
+    assert layer.key_cache is not None
+    assert layer.value_cache is not None
+    if layout.arrays is None:
+        layout.arrays = StepArrays(layout)
+    q, k, v = (_rows(x) for x in (q_1QTD, k_1KTD, v_1KTV))
+    _, heads, tokens, key_dim = q.shape
+    out = q.new_empty(1, tokens, heads, layer.value_dim)
+    sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
+    call = _Call(
+        query=q.data_ptr(), key=k.data_ptr(), value=v.data_ptr(), out=out.data_ptr(),
+        key_cache=layer.key_cache.data_ptr(), value_cache=layer.value_cache.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        starts=layout.arrays.starts.ctypes.data, contexts=layout.arrays.contexts.ctypes.data,
+        slots=layout.arrays.slots.ctypes.data,
+        query_head=q.stride(1), query_token=q.stride(2), key_head=k.stride(1), key_token=k.stride(2),
+        value_head=v.stride(1), value_token=v.stride(2),
+        key_slot=layer.key_cache.stride(0), key_slot_head=layer.key_cache.stride(1),
+        value_slot=layer.value_cache.stride(0), value_slot_head=layer.value_cache.stride(1),
+        out_token=out.stride(1), out_head=out.stride(2),
+        sequences=len(layout.context_lens), heads=heads, kv_heads=k.shape[1],
+        key_dim=key_dim, value_dim=layer.value_dim, window=layer.window or 0,
+        threads=torch.get_num_threads(), scale=layer.scale, softcap=layer.softcap or 0.0,
+    )  # fmt: skip
+    getattr(loaded, _FUNCTIONS[q.dtype])(ctypes.byref(call))
+    return out
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernel, built if need be; None where that is not possible. The reason is logged once."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    compiler = shutil.which(os.environ.get("CXX") or "g++")
+    if compiler is None:
+        logger.info("no C++ compiler (g++): attention on this CPU runs through PyTorch, which is slower")
+        return None
+    try:
+        loaded = ctypes.CDLL(str(_build(compiler)))
+    except (OSError, subprocess.SubprocessError) as e:
+        reason = getattr(e, "stderr", None) or str(e)
+        logger.warning("the attention kernel was not built, PyTorch's is used: %s", reason.strip()[-500:])
+        return None
+    for name in _FUNCTIONS.values():
+        function = getattr(loaded, name)
+        function.argtypes = [ctypes.c_void_p]
+        function.restype = None
+    return loaded
+
+
+def _build(compiler: str) -> Path:
+    """The shared library for this source, compiler and processor; from the cache where it is there."""
+    source = _SOURCE.read_bytes()
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=True, timeout=30
+    ).stdout
+    key = hashlib.sha256(b"\0".join([source, version.encode(), " ".join(_FLAGS).encode(), _processor()]))
+    folder = cache_folder() / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # no home folder that can be written to: built for this process
+        folder = Path(tempfile.mkdtemp(prefix="layertap-kernels-"))
+    target = folder / f"cpu_attention-{key.hexdigest()[:16]}.so"
+    if target.is_file():
+        return target
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as building:
+        made = Path(building) / target.name
+        subprocess.run(
+            [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)],
+            capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS,
+        )  # fmt: skip
+        os.replace(made, target)
+    return target
+
+
+def _processor() -> bytes:
+    """What ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return platform.processor().encode()
+    return "\n".join(x for x in lines if x.startswith(("model name", "flags", "vendor_id"))).encode()

@@ -1,0 +1,197 @@
+"""The CPU kernel against PyTorch's attention: every rule a model may have, any layout of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layertap.engine import cpu_attention
+from layertap.engine.attention import AttentionLayer, BatchLayout, StepState
+
+needs_kernel = pytest.mark.skipif(
+    cpu_attention.library() is None, reason="no C++ compiler, or not an x86-64 CPU"
+)
+
+
+def step(
+    lens: list[int],
+    contexts: list[int],
+    layer: AttentionLayer,
+    heads: int,
+    dtype: torch.dtype,
+    block: int = 4,
+) -> tuple[BatchLayout, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A step over shuffled cache slots whose contexts are filled, and its queries, keys and values."""
+    generator = torch.Generator().manual_seed(0)
+    total = sum(lens) + sum(contexts)
+    slots = torch.randperm(total + 7, generator=generator)[:total]
+    layer.allocate(total + 7, dtype, torch.device("cpu"))
+    assert layer.key_cache is not None
+    assert layer.value_cache is not None
+    layer.key_cache.copy_(torch.randn(layer.key_cache.shape, generator=generator))
+    layer.value_cache.copy_(torch.randn(layer.value_cache.shape, generator=generator))
+    starts, mapping, each, used = [0], [], [], 0
+    for n, context in zip(lens, contexts, strict=True):
+        own = slots[used : used + n + context]
+        used += n + context
+        starts.append(starts[-1] + n)
+        mapping.append(own[context:])
+        each.append(own if context else None)
+    layout = BatchLayout(torch.cat(mapping), starts, contexts, each)
+    k = layer.num_kv_heads
+
+    def draw(count: int, dim: int) -> torch.Tensor:
+        return torch.randn(1, sum(lens), count, dim, generator=generator).to(dtype).transpose(1, 2)
+
+    return layout, draw(heads, layer.key_dim), draw(k, layer.key_dim), draw(k, layer.value_dim)
+
+
+def both(layer: AttentionLayer, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's result, and PyTorch's in float32."""
+    layout, q, k, v = inputs
+    layer.step.layout = layout
+    ours = layer(q, k, v)
+    plain = dataclasses.replace(layer, native=False)
+    assert plain.key_cache is not None
+    assert plain.value_cache is not None
+    plain.key_cache, plain.value_cache = plain.key_cache.float(), plain.value_cache.float()
+    return ours, plain(q.float(), k.float(), v.float())
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.dtype in (torch.float32, torch.bfloat16)
+    assert torch.isfinite(ours).all()
+    tolerance = 2e-6 if ours.dtype is torch.float32 else 8e-3
+    assert (ours.float() - theirs).norm() <= tolerance * theirs.norm()
+    assert (ours.float() - theirs).abs().max() <= tolerance * 8 * theirs.abs().max()
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "key_dim", "value_dim"),
+    [
+        (9, 3, 64, 64),
+        (4, 4, 16, 16),
+        (8, 1, 128, 128),
+        (2, 2, 24, 10),
+        (3, 1, 7, 5),
+        (6, 2, 192, 128),
+        (1, 1, 1, 1),
+    ],
+)
+def test_equals_pytorch_for_any_head_shape(
+    heads: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    layer = AttentionLayer(StepState(), kv_heads, key_dim, value_dim, key_dim**-0.5)
+    close(*both(layer, *step([1, 200, 5, 48, 49, 96], [0] * 6, layer, heads, dtype)))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"window": 1},
+        {"window": 7},
+        {"window": 64},
+        {"softcap": 5.0},
+        {"sinks": True},
+        {"window": 9, "softcap": 2.0, "sinks": True},
+    ],
+    ids=str,
+)
+def test_equals_pytorch_with_windows_soft_caps_and_sinks(rules: dict[str, Any], dtype: torch.dtype) -> None:
+    if rules.get("sinks"):
+        rules = {**rules, "sinks": torch.linspace(-2, 3, 8)}
+    layer = AttentionLayer(StepState(), 2, 32, 32, 0.3, **rules)
+    close(*both(layer, *step([130, 3, 1, 70], [0, 55, 200, 1], layer, 8, dtype)))
+
+
+@needs_kernel
+def test_reads_the_cache_where_a_sequence_has_a_context() -> None:
+    layer = AttentionLayer(StepState(), 3, 64, 64, 0.125)
+    layout, q, k, v = step([10, 1], [90, 300], layer, 9, torch.float32)
+    whole, _ = both(layer, layout, q, k, v)
+    assert layer.key_cache is not None
+    layer.key_cache[layout.slots[0][:90]] = 0  # type: ignore[index]
+    changed, _ = both(layer, layout, q, k, v)
+    assert not torch.equal(whole[:, :10], changed[:, :10])
+    assert torch.equal(whole[:, 10:], changed[:, 10:])
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_what_is_not_finite_stays_so_and_reaches_no_other_sequence(dtype: torch.dtype) -> None:
+    layer = AttentionLayer(StepState(), 1, 16, 16, 0.25)
+    layout, q, k, v = step([5, 5, 5], [0, 0, 0], layer, 2, dtype)
+    v[:, :, 7] = float("nan")
+    k[:, :, 12] = float("nan")
+    layer.step.layout = layout
+    out = layer(q, k, v)
+    assert torch.isfinite(out[:, :5]).all()
+    assert torch.isnan(out[:, 7:10]).all()
+    assert torch.isnan(out[:, 12:]).all()
+
+
+@needs_kernel
+def test_large_scores_do_not_overflow() -> None:
+    layer = AttentionLayer(StepState(), 1, 16, 16, 100.0)
+    close(*both(layer, *step([80], [0], layer, 1, torch.float32)))
+
+
+@needs_kernel
+def test_takes_queries_in_any_memory_order() -> None:
+    layer = AttentionLayer(StepState(), 3, 64, 64, 0.125)
+    layout, q, k, v = step([33, 20], [0, 0], layer, 9, torch.float32)
+    layer.step.layout = layout
+    strided = layer(q, k, v)
+    assert torch.equal(strided, layer(q.contiguous(), k.contiguous(), v.contiguous()))
+    spread = torch.empty(*q.shape[:3], 128)[..., ::2].copy_(q)
+    assert spread.stride(-1) == 2
+    assert torch.equal(strided, layer(spread, k, v))
+
+
+def test_without_a_compiler_pytorch_does_the_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    with caplog.at_level(logging.INFO, "layertap"):
+        assert cpu_attention.library.__wrapped__() is None
+    layer = AttentionLayer(StepState(), 1, 16, 16, 0.25)
+    monkeypatch.setattr(cpu_attention, "library", lambda: None)
+    layout, q, k, v = step([5], [0], layer, 2, torch.float32)
+    assert not cpu_attention.supports(layer, q)
+    layer.step.layout = layout
+    assert layer(q, k, v).shape == (1, 5, 2, 16)
+
+
+@needs_kernel
+def test_a_compiler_that_fails_is_told_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no space left" >&2\nexit 1\n')
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("LAYERTAP_CACHE", str(tmp_path / "cache"))
+    with caplog.at_level(logging.WARNING, "layertap"):
+        assert cpu_attention.library.__wrapped__() is None
+    assert "no space left" in caplog.text
+    assert list((tmp_path / "cache" / "kernels").iterdir()) == []
+
+
+@needs_kernel
+def test_the_kernel_is_built_once_for_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LAYERTAP_CACHE", str(tmp_path))
+    assert cpu_attention.library.__wrapped__() is not None
+    (built,) = (tmp_path / "kernels").iterdir()
+    before = built.stat().st_mtime_ns
+    assert cpu_attention.library.__wrapped__() is not None
+    assert built.stat().st_mtime_ns == before
