@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import subprocess
@@ -16,6 +17,8 @@ import safetensors.torch
 
 from layertap import reader
 from layertap.record import verify_record
+from layertap.server.http_errors import ApiError
+from layertap.server.storage import Storage
 
 from .conftest import ThreadServer
 
@@ -106,6 +109,24 @@ def test_max_bytes_refuses_with_507_until_there_is_room(start: Any) -> None:
     time.sleep(0.25)
     assert server.post("/v1/completions", {"prompt": [5] * 40, "max_tokens": 1}).status_code == 200
     assert server.core.pool.num_free == server.core.pool.num_blocks
+
+
+def test_a_record_completed_during_a_scan_refuses_nobody(tmp_path: Path) -> None:
+    """The scan has seen the file, and then its reservation ends as written: that is not two files."""
+
+    async def main() -> None:
+        storage = Storage(str(tmp_path), max_bytes=100)
+        await storage.reserve(40)
+        (tmp_path / f"cmpl-{0:032x}-0.safetensors").write_bytes(b"x" * 40)
+        scan = asyncio.create_task(storage._scan())
+        await asyncio.sleep(0)  # the scan has begun
+        storage.release(40, 40)
+        await scan
+        await storage.reserve(60)
+        with pytest.raises(ApiError, match="the storage is full: 100 of 100"):
+            await storage.reserve(1)
+
+    asyncio.run(main())
 
 
 def test_a_reservation_of_a_failed_request_is_given_back(start: Any) -> None:

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from layertap.config import EngineConfig
 from layertap.engine.attention import AttentionLayer
+from layertap.engine.loader import first_line
+
+if TYPE_CHECKING:
+    from layertap.engine.runner import ModelRunner
 
 logger = logging.getLogger("layertap")
-
 
 _WRAPPERS = ("transformers.utils.deprecation", "transformers.modeling_layers")
 
@@ -55,6 +60,23 @@ def attention_of(layer: nn.Module) -> AttentionLayer | None:
         a for m in layer.modules() if isinstance(a := m.__dict__.get("layertap_attention"), AttentionLayer)
     ]
     return found[0] if len(found) == 1 else None
+
+
+def compile_runner(runner: ModelRunner, config: EngineConfig) -> bool:
+    """Compile the decoder layers where that is wanted and works, and run them once; whether it was done."""
+    wanted = config.enforce_eager is False or (config.enforce_eager is None and runner.device.type == "cuda")
+    layers = runner.verifier.layers
+    if not wanted or not runner.verifier.packed or not compile_layers(layers):
+        return False
+    started = time.monotonic()
+    try:
+        runner.warm_up(with_logits=not config.extract_only)
+    except (RuntimeError, OSError, ImportError) as e:  # no compiler on this machine, or one that fails
+        logger.warning("layers run uncompiled: %s: %s", type(e).__name__, first_line(e))
+        uncompile_layers(layers)
+        return False
+    logger.info("compiled the decoder layers in %.1f s", time.monotonic() - started)
+    return True
 
 
 def compile_layers(layers: nn.ModuleList) -> bool:

@@ -17,21 +17,21 @@ from layertap.connectors.base import KVConnectorBase
 from layertap.connectors.registry import create_connector
 from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig
 from layertap.engine import loader
+from layertap.engine.admission import Admission
 from layertap.engine.block_pool import BlockPool
-from layertap.engine.compile import compile_layers, uncompile_layers
+from layertap.engine.compile import compile_runner
 from layertap.engine.cpu_memory import keep_freed_memory
 from layertap.engine.detokenizer import Detokenizer
 from layertap.engine.memory import cache_bytes, num_blocks_for
+from layertap.engine.postprocess import Postprocessor
 from layertap.engine.request import Request, RequestStatus
 from layertap.engine.runner import ModelRunner, StepLogits
-from layertap.engine.sampler import logprobs_of, sample
-from layertap.engine.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
+from layertap.engine.sampler import DrawnTokens, sample
+from layertap.engine.scheduler import Scheduler, SchedulerOutput
 from layertap.engine.verifier import Verifier, load_verifier, pick_device
 from layertap.errors import ExtractionError, InvalidInputError
 from layertap.layers import ServedLayers, parse_layers
-from layertap.outputs import RequestMetrics
 from layertap.sampling_params import SamplingParams
-from layertap.selection import Selection
 
 logger = logging.getLogger("layertap")
 
@@ -45,7 +45,7 @@ class _Launched:
 
     output: SchedulerOutput
     logits: StepLogits
-    tokens: torch.Tensor | None
+    tokens: DrawnTokens | None
 
 
 class EngineCore:
@@ -95,7 +95,7 @@ class EngineCore:
             avoid_splitting=self.device.type == "cpu",
         )
         self.runner = ModelRunner(self.verifier, self.served, num_blocks, config.block_size)
-        self.compiled = self._compile()
+        self.compiled = compile_runner(self.runner, config)
         self.connector: KVConnectorBase | None = None
         if self.served is not None:
             assert self.runner.draft is not None
@@ -112,6 +112,16 @@ class EngineCore:
             self.connector = create_connector(transfer, info)
             self.connector.register_kv_caches({"hidden_states": self.runner.draft.kv_cache})
         self.detokenizer = Detokenizer(self.tokenizer)
+        self._postprocessor = Postprocessor(self.detokenizer, self.eos_token_ids, self.max_model_len)
+        self._admission = Admission(
+            config,
+            vocab_size=self.verifier.vocab_size,
+            max_model_len=self.max_model_len,
+            has_tokenizer=self.tokenizer is not None,
+            eos_token_ids=self.eos_token_ids,
+            served=self.served,
+            connector=self.connector,
+        )
         self.generator = torch.Generator(device=self.device).manual_seed(config.seed)
         self.requests: dict[str, Request] = {}
         """Every request that has not given its final output yet."""
@@ -137,54 +147,7 @@ class EngineCore:
         Raises:
             InvalidInputError: naming the field that is wrong, before any work starts.
         """
-        ids = list(prompt_token_ids)
-        if not ids:
-            raise InvalidInputError("prompt", ids, "at least one token")
-        vocab = self.verifier.vocab_size
-        for i, t in enumerate(ids):
-            if isinstance(t, bool) or not isinstance(t, int):
-                raise InvalidInputError(f"prompt_token_ids[{i}]", t, "an integer token id")
-            if not 0 <= t < vocab:
-                raise InvalidInputError(f"prompt_token_ids[{i}]", t, f"token ids from 0 to {vocab - 1}")
-        limit = self.max_model_len
-        if len(ids) > limit:
-            raise InvalidInputError("prompt", f"{len(ids)} tokens", f"at most {limit} tokens (max_model_len)")
-        if self.config.extract_only and params.max_tokens > 1:
-            raise InvalidInputError(
-                "max_tokens", params.max_tokens, "0 or 1: this engine runs with extract_only"
-            )
-        if self.config.extract_only and (params.logprobs is not None or params.prompt_logprobs is not None):
-            raise InvalidInputError("logprobs", params.logprobs, "None: this engine runs with extract_only")
-        if params.max_tokens > 1 and len(ids) + params.max_tokens > limit and len(ids) >= limit:
-            raise InvalidInputError(
-                "max_tokens", params.max_tokens, f"at most {limit - len(ids)} after this prompt"
-            )
-        if params.logprobs is not None and params.logprobs > vocab:
-            raise InvalidInputError("logprobs", params.logprobs, f"at most {vocab}, the vocabulary's size")
-        if params.stop_strings and (self.tokenizer is None or not params.detokenize):
-            raise InvalidInputError("stop", params.stop, "None without a tokenizer or with detokenize=False")
-        selection = None
-        if self.served is not None:
-            selection = Selection.parse(params.kv_transfer_params, self.served)
-            selection.check_length(len(ids))
-            assert self.connector is not None
-            self.connector.check_request(params.kv_transfer_params, request_id)
-        elif params.kv_transfer_params:
-            raise InvalidInputError(
-                "kv_transfer_params", dict(params.kv_transfer_params), "None: this engine taps no layers"
-            )
-        stop_ids = frozenset(params.stop_token_ids or ())
-        eos = frozenset() if params.ignore_eos else self.eos_token_ids
-        return Request(
-            request_id,
-            ids,
-            params,
-            selection,
-            eos | stop_ids,
-            RequestMetrics(time.monotonic()),
-            cache_salt=cache_salt.encode(),
-            max_tokens=0 if self.config.extract_only else params.max_tokens,
-        )
+        return self._admission.make_request(request_id, prompt_token_ids, params, cache_salt)
 
     def add_request(self, request: Request) -> None:
         """Queue a checked request.
@@ -261,7 +224,7 @@ class EngineCore:
             tokens = None
             if requests:
                 assert logits.rows is not None
-                tokens = sample(logits.rows, requests, self.generator)
+                tokens = DrawnTokens(sample(logits.rows, requests, self.generator))
         except (RuntimeError, ValueError, IndexError, MemoryError) as e:
             self._fail(output, e)
             return
@@ -283,61 +246,8 @@ class EngineCore:
             self._finish(request)
 
     def _finalize(self, step: _Launched) -> None:
-        now = time.monotonic()
-        for s, logits in step.logits.prompt:
-            self._note_prompt_logprobs(s, logits)
-        ids = step.tokens.tolist() if step.tokens is not None else []
-        by_request = {id(s.request): t for s, t in zip(step.logits.sampling, ids, strict=False)}
-        rows = {id(s.request): i for i, s in enumerate(step.logits.sampling)}
-        for s in step.output.scheduled:
-            request = s.request
-            if request.status is not RequestStatus.RUNNING:
-                continue  # aborted since
-            token = by_request.get(id(request))
-            if s.samples and token is not None:
-                if request.metrics.first_token is None:
-                    request.metrics.first_token = now
-                request.output_token_ids.append(token)
-                if request.params.logprobs is not None:
-                    assert step.logits.rows is not None
-                    row = step.logits.rows[rows[id(request)]][None]
-                    request.logprobs.extend(logprobs_of(row, [token], request.params.logprobs))
-                self._check_stop(request, token)
-                if request.on_output is not None and not request.status.finished:
-                    request.on_output(request, False)
-            elif request.max_tokens == 0 and s.start + s.num_tokens == request.num_tokens:
-                request.status = RequestStatus.LENGTH  # nothing is to be generated
-            if request.status.finished:
-                self._leave(request)
-
-    def _note_prompt_logprobs(self, s: ScheduledRequest, logits: torch.Tensor) -> None:
-        """Row i of ``logits`` predicts prompt token ``s.start + i + 1``."""
-        request = s.request
-        count = request.params.prompt_logprobs
-        assert count is not None
-        if s.start == 0:
-            request.prompt_logprobs = [None]
-        predicted = request.prompt_token_ids[s.start + 1 : s.start + s.num_tokens + 1]
-        if predicted:
-            request.prompt_logprobs.extend(logprobs_of(logits[: len(predicted)], predicted, count))
-
-    def _check_stop(self, request: Request, token: int) -> None:
-        params = request.params
-        self.detokenizer.append(request)
-        count = len(request.output_token_ids)
-        if count >= params.min_tokens:
-            if token in request.eos_token_ids:
-                request.status = RequestStatus.STOPPED
-                request.stop_reason = None if token in self.eos_token_ids else token
-            else:
-                stop = self.detokenizer.find_stop(request)
-                if stop is not None:
-                    request.status = RequestStatus.STOPPED
-                    request.stop_reason = stop
-        if not request.status.finished and (
-            count >= params.max_tokens or request.num_tokens >= self.max_model_len
-        ):
-            request.status = RequestStatus.LENGTH
+        for request in self._postprocessor.take(step.output.scheduled, step.logits, step.tokens):
+            self._leave(request)
 
     def _leave(self, request: Request) -> None:
         """A request is computed: hand its states to the connector, or finish it."""
@@ -393,24 +303,6 @@ class EngineCore:
 
     # --- the end -------------------------------------------------------------------------------------------
 
-    def _compile(self) -> bool:
-        """Compile the decoder layers where that is wanted and works; whether it was done."""
-        wanted = self.config.enforce_eager is False or (
-            self.config.enforce_eager is None and self.device.type == "cuda"
-        )
-        layers = self.verifier.layers
-        if not wanted or not self.verifier.packed or not compile_layers(layers):
-            return False
-        started = time.monotonic()
-        try:
-            self.runner.warm_up(with_logits=not self.config.extract_only)
-        except (RuntimeError, OSError, ImportError) as e:  # no compiler on this machine, or one that fails
-            logger.warning("layers run uncompiled: %s: %s", type(e).__name__, loader.first_line(e))
-            uncompile_layers(layers)
-            return False
-        logger.info("compiled the decoder layers in %.1f s", time.monotonic() - started)
-        return True
-
     def _activation_bytes(self, budget: int) -> int:
         """What a full step needs beside the weights; measured on CUDA, not needed elsewhere."""
         if self.device.type != "cuda":
@@ -447,7 +339,7 @@ class EngineCore:
         if self.connector is not None:
             self.connector.close(drain=False)
         self._collect()
-        self.connector = None  # it refers to the cache
+        self.connector = self._admission.connector = None  # it refers to the cache
         self.runner.close()
         self._launched.clear()
         self.verifier.close()

@@ -41,6 +41,33 @@ def sample(logits_nV: torch.Tensor, requests: Sequence[Request], default: torch.
     return chosen
 
 
+class DrawnTokens:
+    """Tokens on their way from the device to the host.
+
+    The copy is queued at once, so that looking at a step's tokens waits for that step alone, not for the next
+    one that was launched meanwhile.
+
+    Args:
+        tokens_n: [n] int64, on any device; on a GPU, of the current stream.
+    """
+
+    def __init__(self, tokens_n: torch.Tensor) -> None:
+        self._tokens_n = tokens_n
+        self._copied: torch.cuda.Event | None = None
+        if tokens_n.is_cuda:
+            self._tokens_n = torch.empty(tokens_n.shape, dtype=tokens_n.dtype, pin_memory=True)
+            self._tokens_n.copy_(tokens_n, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(tokens_n.device))
+
+    def tolist(self) -> list[int]:
+        """The tokens, once they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()  # lets other threads run meanwhile
+        tokens: list[int] = self._tokens_n.tolist()
+        return tokens
+
+
 def logprobs_of(logits_nV: torch.Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
     """For each row, the ``count`` most likely tokens and the given one, with log-probability and rank."""
     values = logits_nV.float().log_softmax(-1)

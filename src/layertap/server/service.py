@@ -151,6 +151,7 @@ class Flight:
         self.calls = calls
         self.streams: list[OutputStream] = []
         self._reserved = 0
+        self._written = 0
         self._delivered: set[int] = set()
 
     async def __aenter__(self) -> Flight:
@@ -185,8 +186,7 @@ class Flight:
 
     def _release(self) -> None:
         if self.service.storage is not None:
-            share = len(self._delivered) / max(1, len(self.calls))
-            self.service.storage.release(self._reserved, int(self._reserved * share))
+            self.service.storage.release(self._reserved, self._written if self._delivered else 0)
         self._reserved = 0
 
     def delivered(self, index: int) -> None:
@@ -232,6 +232,7 @@ class Flight:
             return params
         record_id = record_id_of(params[PATH])
         if not inline:
+            self._written += storage.size(record_id)
             return {**params, "hidden_states_id": record_id}
         data = await asyncio.to_thread(storage.read, record_id)
         await asyncio.to_thread(storage.delete, record_id)

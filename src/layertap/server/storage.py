@@ -113,8 +113,10 @@ class Storage:
     async def _scan(self) -> None:
         before = self._since_scan
         self._scanned = await asyncio.to_thread(self._look)
+        # A record completed meanwhile may count twice now: nobody is refused before another look.
+        unsure = self._since_scan != before
         self._since_scan -= before
-        self._scan_time = time.monotonic()
+        self._scan_time = float("-inf") if unsure else time.monotonic()
 
     def _look(self) -> int:
         """Remove what is too old; count the rest."""
@@ -139,6 +141,13 @@ class Storage:
         if not RECORD_ID.fullmatch(record_id):
             raise _unknown(record_id)
         return f"{self.folder}/{record_id}{SUFFIX}"
+
+    def size(self, record_id: str) -> int:
+        """Bytes of a record's file; 0 where there is none (any more)."""
+        try:
+            return os.stat(self._path(record_id), follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return 0
 
     def open(self, record_id: str) -> tuple[int, int]:
         """A descriptor for a record's file, and its size. The caller closes it.
