@@ -195,3 +195,18 @@ def test_the_kernel_is_built_once_for_a_machine(monkeypatch: pytest.MonkeyPatch,
     before = built.stat().st_mtime_ns
     assert cpu_attention.library.__wrapped__() is not None
     assert built.stat().st_mtime_ns == before
+
+
+@needs_kernel
+def test_a_kernel_that_is_wrong_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = cpu_attention._SOURCE.read_text()
+    assert "position[n] >= at" in source
+    wrong = tmp_path / "cpu_attention.cpp"
+    wrong.write_text(source.replace("position[n] >= at", "position[n] > at"))
+    monkeypatch.setattr(cpu_attention, "_SOURCE", wrong)
+    monkeypatch.setenv("LAYERTAP_CACHE", str(tmp_path / "cache"))
+    with caplog.at_level(logging.WARNING, "layertap"):
+        assert cpu_attention.library.__wrapped__() is None
+    assert "wrong in torch.float32" in caplog.text

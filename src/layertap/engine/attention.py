@@ -97,7 +97,7 @@ class AttentionLayer:
             return self._attend_varlen(layout, q_1QTD, k_1KTD, v_1KTV)
         if cpu_attention.supports(self, q_1QTD):
             return cpu_attention.attend(self, layout, q_1QTD, k_1KTD, v_1KTV)
-        return self._attend_each(layout, q_1QTD, k_1KTD, v_1KTV)
+        return self.attend_each(layout, q_1QTD, k_1KTD, v_1KTV)
 
     def _varlen(self, q: torch.Tensor) -> bool:
         return (
@@ -128,9 +128,10 @@ class AttentionLayer:
         )  # fmt: skip
         return out.unsqueeze(0)
 
-    def _attend_each(
+    def attend_each(
         self, layout: BatchLayout, q_1QTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTV: torch.Tensor
     ) -> torch.Tensor:
+        """Attention sequence by sequence, through PyTorch. Returns [1, T, Q, V]."""
         _, heads, tokens, _ = q_1QTD.shape
         out = q_1QTD.new_empty(1, tokens, heads, self.value_dim)
         starts = layout.query_starts

@@ -2,7 +2,8 @@
 
 PyTorch's CPU kernel takes one sequence at a time and reaches a tenth of what the cores' matrix products do
 (docs/performance.md). This one is compiled at its first use, in a few seconds, with the machine's C++
-compiler, and kept in the user's cache. Where there is no compiler, PyTorch's kernel goes on doing the work.
+compiler, and kept in the user's cache. Where there is no compiler, or what it made does not agree with
+PyTorch's kernel, that one goes on doing the work.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fopenmp", "-fPIC", "-shared")
 _FUNCTIONS = {torch.float32: "layertap_attention_float32", torch.bfloat16: "layertap_attention_bfloat16"}
 _BUILD_SECONDS = 120
+_LARGEST_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 _POINTERS = (
     "query",
@@ -91,6 +93,17 @@ def attend(
     values."""
     loaded = library()
     assert loaded is not None
+    return _run(loaded, layer, layout, q_1QTD, k_1KTD, v_1KTV)
+
+
+def _run(
+    loaded: ctypes.CDLL,
+    layer: AttentionLayer,
+    layout: BatchLayout,
+    q_1QTD: torch.Tensor,
+    k_1KTD: torch.Tensor,
+    v_1KTV: torch.Tensor,
+) -> torch.Tensor:
     assert layer.key_cache is not None
     assert layer.value_cache is not None
     if layout.arrays is None:
@@ -141,7 +154,31 @@ def library() -> ctypes.CDLL | None:
         function = getattr(loaded, name)
         function.argtypes = [ctypes.c_void_p]
         function.restype = None
+    for dtype, largest in _LARGEST_DIFFERENCE.items():
+        if not _difference(loaded, dtype) < largest:  # NaN too
+            logger.warning("the attention kernel is wrong in %s on this machine: PyTorch's is used", dtype)
+            return None
     return loaded
+
+
+def _difference(loaded: ctypes.CDLL, dtype: torch.dtype) -> float:
+    """Relative difference of the kernel to PyTorch's attention in float32, for two sequences, one with a
+    context."""
+    from layertap.engine.attention import AttentionLayer, BatchLayout, StepState
+
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    layer = AttentionLayer(StepState(), num_kv_heads=2, key_dim=32, value_dim=32, scale=0.2, native=False)
+    layer.key_cache, layer.value_cache = draw(200, 2, 32), draw(200, 2, 32)
+    layout = BatchLayout(torch.arange(150), [0, 80, 150], [0, 50], [None, torch.arange(199, 79, -1)])
+    q, k, v = draw(1, 6, 150, 32), draw(1, 2, 150, 32), draw(1, 2, 150, 32)
+    ours = _run(loaded, layer, layout, q, k, v).float()
+    layer.key_cache, layer.value_cache = layer.key_cache.float(), layer.value_cache.float()
+    theirs = layer.attend_each(layout, q.float(), k.float(), v.float())
+    return float((ours - theirs).norm() / theirs.norm())
 
 
 def _build(compiler: str) -> Path:
