@@ -207,6 +207,36 @@ def _cast(values_nLH: torch.Tensor, out_nLH: torch.Tensor, scales_n11: Array | N
             target[i : i + rows, j : j + width].copy_(part)
 
 
+class PagedRows:
+    """Picks rows out of a cache with as few kernels as its layout allows.
+
+    Args:
+        cache: [num_blocks, block_size, C, H] of any strides, on any device.
+    """
+
+    def __init__(self, cache: torch.Tensor) -> None:
+        self._cache = cache
+        self._block_size = cache.shape[1]
+        # [slots, C, H], where blocks lie back to back: then a slot is an index.
+        self._flat = cache.flatten(0, 1) if cache.is_contiguous() else None
+        self._whole = tuple(range(cache.shape[2]))
+        self._columns: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def pick(self, slots_n: torch.Tensor, columns: Sequence[int]) -> torch.Tensor:
+        """[n, L, H], contiguous. ``slots_n``: [n] int64 on the cache's device."""
+        key = tuple(columns)
+        if self._flat is not None and key == self._whole:
+            return self._flat.index_select(0, slots_n)
+        if key not in self._columns:
+            self._columns.clear()
+            self._columns[key] = torch.tensor(key, device=self._cache.device)
+        columns_L = self._columns[key]
+        if self._flat is not None:
+            return self._flat[slots_n[:, None], columns_L[None, :]]
+        block, offset = slots_n // self._block_size, slots_n % self._block_size
+        return self._cache[block[:, None], offset[:, None], columns_L[None, :]]
+
+
 class CudaGather(Gather):
     """From a cache on a GPU, on a stream of its own, into pinned buffers.
 
@@ -220,7 +250,7 @@ class CudaGather(Gather):
         self.dtype = cache.dtype
         self.block_size, self.hidden_size = cache.shape[1], cache.shape[3]
         self._stream = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
-        self._columns: dict[tuple[int, ...], torch.Tensor] = {}
+        self._rows = PagedRows(cache)
 
     def start(
         self, slots: Array, columns: Sequence[int], dtype: torch.dtype, buffer: torch.Tensor, ready: Any
@@ -229,13 +259,7 @@ class CudaGather(Gather):
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             if ready is not None:
                 self._stream.wait_event(ready)
-            where = torch.from_numpy(slots).to(device)
-            block, offset = where // self.block_size, where % self.block_size
-            key = tuple(columns)
-            if key not in self._columns:
-                self._columns.clear()
-                self._columns[key] = torch.tensor(key, device=device)
-            rows = self._cache[block[:, None], offset[:, None], self._columns[key][None, :]]
+            rows = self._rows.pick(torch.from_numpy(slots).to(device), columns)
             low, high = torch.aminmax(rows, dim=2)
             absmax = torch.maximum(high, -low).float()
             scales = None
@@ -246,7 +270,7 @@ class CudaGather(Gather):
                 rows = rows.float().div_(scales).to(dtype)
             else:
                 rows = rows.to(dtype)
-            hidden = view_of(buffer, len(slots), len(key), self.hidden_size, dtype)
+            hidden = view_of(buffer, len(slots), len(columns), self.hidden_size, dtype)
             hidden.copy_(rows, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)

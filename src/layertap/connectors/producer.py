@@ -80,6 +80,8 @@ class Producer:
         self.ring = StagingRing(max(1, ring_bytes // chunk_bytes), chunk_bytes, cache.is_cuda)
         self.bytes_written = 0
         self.tokens_written = 0
+        self.gather_seconds = 0.0
+        self.write_seconds = 0.0
         self._finished = {"completed": 0, "failed": 0}
         self._tasks: dict[str, _Task] = {}
         self._news: deque[Completion] = deque()
@@ -164,7 +166,8 @@ class Producer:
         return not self._tasks
 
     def stats(self) -> dict[str, float]:
-        """Counters for metrics."""
+        """Counters for metrics. Seconds are summed over the writer threads: what they spend waiting for rows
+        (``gather``), in the sink (``write``) and waiting for a buffer (``staging_wait``)."""
         with self._changed:
             started = sum(task.started for task in self._tasks.values())
             queued = len(self._tasks) - started
@@ -175,6 +178,8 @@ class Producer:
             "requests_failed": self._finished["failed"],
             "bytes_written": self.bytes_written,
             "tokens_written": self.tokens_written,
+            "gather_seconds": self.gather_seconds,
+            "write_seconds": self.write_seconds,
             "staging_buffers": self.ring.num_buffers,
             "staging_buffers_in_use": self.ring.in_use,
             "staging_buffers_peak": self.ring.high_water,
@@ -228,6 +233,8 @@ class Producer:
             with self._changed:
                 self.bytes_written += transfer.num_bytes
                 self.tokens_written += transfer.num_rows
+                self.gather_seconds += transfer.gather_seconds
+                self.write_seconds += transfer.write_seconds
                 self._report_end(task, handle=handle)
 
     def _report_copied(self, task: _Task) -> None:

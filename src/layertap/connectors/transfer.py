@@ -7,6 +7,7 @@ Shapes: T kept tokens, n rows of a chunk, L kept layers, H hidden size.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,10 @@ class Transfer:
         self._largest_L: Array | None = None
         self.num_rows = 0
         self.num_bytes = 0
+        self.gather_seconds = 0.0
+        """Waiting for rows to be in staging buffers; on a CPU, copying them there."""
+        self.write_seconds = 0.0
+        """In the sink: hashing, writing, publishing."""
 
     def run(self, model: str, layers: ServedLayers) -> None:
         """Write all rows.
@@ -107,7 +112,11 @@ class Transfer:
     def commit(self) -> str:
         """Publish the record and return its handle."""
         assert self._writer is not None
-        return self._writer.commit()
+        begun = time.monotonic()
+        try:
+            return self._writer.commit()
+        finally:
+            self.write_seconds += time.monotonic() - begun
 
     def abort(self) -> None:
         """Leave nothing behind."""
@@ -143,18 +152,25 @@ class Transfer:
         try:
             for i in range(len(pieces)):
                 if start_next[0] == i:
-                    start(self._acquire())
+                    buffer = self._acquire()
+                    begun = time.monotonic()
+                    start(buffer)
+                else:
+                    begun = time.monotonic()
                 if self._gather.runs_ahead and i + 1 < len(pieces):
                     spare = self._ring.try_acquire()
                     if spare is not None:
                         start(spare)
                 chunk = self._gather.finish(started.pop(0))
+                self.gather_seconds += time.monotonic() - begun
                 if i + 1 == len(pieces):
                     self._copied()
                 self._check(chunk, positions_T[row:], dtype)
                 if self._given_up():
                     raise Cancelled
+                begun = time.monotonic()
                 writer.write(chunk.hidden, chunk.scales)
+                self.write_seconds += time.monotonic() - begun
                 row += chunk.hidden.shape[0]
                 self.num_bytes += chunk.hidden.numel() * dtype.itemsize
                 self._ring.release(held.pop(0))

@@ -42,6 +42,8 @@ _CONNECTOR_COUNTERS = {
     "tokens_written": ("stored_tokens", "Tokens whose hidden states were stored"),
     "requests_completed": ("stored_requests", "Records stored"),
     "requests_failed": ("store_failures", "Records that could not be stored, or were given up"),
+    "gather_seconds": ("gather_seconds", "Time that writer threads spent copying rows out of the cache"),
+    "write_seconds": ("write_seconds", "Time that writer threads spent in the sink"),
     "staging_wait_seconds": ("staging_wait_seconds", "Time spent waiting for a staging buffer"),
 }
 
