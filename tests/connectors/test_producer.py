@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.helpers import SERVED, GatedSink, drain, make_job, make_producer, naive_rows, paged_cache
+from layertap.connectors.gather import CpuGather
 from layertap.errors import InvalidInputError
 from layertap.record import read_record
 from layertap.sinks.file import FileSink
@@ -361,3 +362,144 @@ def test_wait_returns_when_there_is_news():
     drain(producer, 1)
     producer.close()
     assert SERVED.columns == (0, 3, 5)
+
+
+def submitted_together(cache, jobs, sink=None, **settings):
+    """All jobs in one call; what was gathered at once, what was copied, and what became of each."""
+    starts: list[int] = []
+    start = CpuGather.start
+
+    def counting(self, slots, *rest):
+        starts.append(len(slots))
+        return start(self, slots, *rest)
+
+    producer = make_producer(cache, sink, num_writers=1, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuGather, "start", counting)
+        producer.submit(*jobs)
+        copied, completed = drain(producer, len(jobs))
+    producer.close()
+    assert producer.ring.in_use == 0
+    assert sorted(copied) == sorted(job.request_id for job in jobs)
+    return starts, completed, producer.sink
+
+
+def test_small_jobs_of_one_step_are_gathered_at_once():
+    cache = paged_cache()
+    jobs = [make_job(f"r{i}", 8 + i, [i, 63 - i, 30 + i]) for i in range(5)]
+    starts, completed, sink = submitted_together(cache, jobs)
+    assert starts == [sum(range(8, 13))]
+    for i, job in enumerate(jobs):
+        record = sink.take(completed[f"r{i}"].handle)
+        expected = naive_rows(cache, job.block_ids, range(8 + i), range(3))
+        assert torch.equal(record.hidden_states, expected)
+        assert record.token_ids.tolist() == list(job.token_ids)
+
+
+def test_what_does_not_fit_or_is_kept_otherwise_is_gathered_by_itself():
+    cache = paged_cache()
+    row = 3 * 8 * 2
+    jobs = [
+        make_job("a", 10, range(3)),
+        make_job("b", 10, range(3, 6)),
+        make_job("does not fit", 10, range(6, 9)),
+        make_job("larger than a buffer", 30, range(10, 18)),
+        make_job("one layer", 10, range(20, 23), {"layers": [3]}),
+        make_job("another dtype", 10, range(23, 26), {"dtype": "float32"}),
+        make_job("scaled", 6, range(26, 28), {"dtype": "float8_e4m3fn"}),
+        make_job("scaled, too", 7, range(30, 32), {"dtype": "float8_e4m3fn"}),
+    ]
+    starts, completed, sink = submitted_together(cache, jobs, chunk_bytes=25 * row)
+    assert starts == [20, 10, 25, 5, 10, 10, 13]
+    for job in jobs:
+        record = sink.take(completed[job.request_id].handle)
+        alone = deliver(cache, job)
+        assert torch.equal(record.dequantized, alone.dequantized)
+        assert record.metadata == alone.metadata
+
+
+def test_a_job_that_fails_leaves_those_gathered_with_it_alone():
+    cache = paged_cache()
+    cache[5, 1, 1, 2] = float("nan")
+    cache[6:8, :, 2] = 0
+    jobs = [make_job(f"r{i}", 8, [2 * i, 2 * i + 1]) for i in range(6)]
+    jobs.append(make_job("nothing kept", 8, [20, 21], {"tokens": slice(0, 8)}, num_prompt_tokens=8))
+    starts, completed, sink = submitted_together(cache, jobs)
+    assert starts == [56]
+    assert {name: done.error.kind for name, done in completed.items() if done.error} == {
+        "r2": "not_finite",
+        "r3": "all_zero",
+    }
+    assert "position 5" in completed["r2"].error.reason
+    for i in (0, 1, 4, 5):
+        assert torch.equal(
+            sink.take(f"memory://r{i}").hidden_states,
+            naive_rows(cache, [2 * i, 2 * i + 1], range(8), range(3)),
+        )
+
+
+def test_a_sink_that_refuses_one_of_several_jobs_fails_it_alone():
+    class Refusing(MemorySink):
+        def open(self, spec):
+            if spec.request_id == "r1":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().open(spec)
+
+    jobs = [make_job(f"r{i}", 8, [i, i + 1]) for i in range(3)]
+    starts, completed, _ = submitted_together(paged_cache(), jobs, Refusing())
+    assert starts == [16]
+    assert completed["r1"].error.kind == "storage_full"
+    assert completed["r0"].error is None
+    assert completed["r2"].error is None
+
+
+def test_a_gather_that_fails_fails_its_jobs_and_the_thread_lives_on(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    producer = make_producer(paged_cache(), num_writers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuGather, "start", broken)
+        producer.submit(make_job("a", 8, range(2)), make_job("b", 8, range(2)))
+        copied, completed = drain(producer, 2)
+    assert sorted(copied) == ["a", "b"]
+    assert all("out of memory" in done.error.reason for done in completed.values())
+    producer.submit(make_job("a", 8, range(2)))
+    assert drain(producer, 1)[1]["a"].error is None
+    producer.close()
+    assert producer.ring.in_use == 0
+
+
+def test_one_of_several_jobs_is_cancelled_between_two_writes():
+    sink = GatedSink(MemorySink())
+    producer = make_producer(paged_cache(), sink, num_writers=1)
+    producer.submit(*(make_job(f"r{i}", 8, range(2)) for i in range(3)))
+    assert sink.writing.acquire(timeout=5)
+    assert producer.cancel("r1")
+    sink.gate.set()
+    copied, completed = drain(producer, 3)
+    producer.close()
+    assert sorted(copied) == ["r0", "r1", "r2"]
+    assert completed["r1"].error.kind == "aborted"
+    assert completed["r0"].error is None
+    assert completed["r2"].error is None
+
+
+def test_an_id_twice_in_one_call_takes_nothing():
+    producer = make_producer(paged_cache())
+    with pytest.raises(InvalidInputError, match="request_id"):
+        producer.submit(make_job("r", 8, range(2)), make_job("r", 8, range(2)))
+    assert producer.idle
+    producer.close()
+
+
+def test_small_jobs_are_shared_among_the_writers(tmp_path):
+    sink = GatedSink(MemorySink())
+    producer = make_producer(paged_cache(), sink, num_writers=4)
+    producer.submit(*(make_job(f"r{i}", 8, range(2)) for i in range(16)))
+    for _ in range(4):
+        assert sink.writing.acquire(timeout=5), "each of four writers writes"
+    sink.gate.set()
+    _, completed = drain(producer, 16)
+    producer.close()
+    assert all(done.error is None for done in completed.values())

@@ -40,6 +40,11 @@ class Chunk:
     absmax: Array
     """[n, L] float32: the largest magnitude before the cast; NaN or infinite if a value is."""
 
+    def part(self, begin: int, end: int) -> Chunk:
+        """Rows ``begin..end``, in the same memory."""
+        scales = None if self.scales is None else self.scales[begin:end]
+        return Chunk(self.hidden[begin:end], scales, self.absmax[begin:end])
+
 
 class Gather(ABC):
     """One writer thread's way out of the cache. Not shared between threads."""

@@ -1,40 +1,45 @@
 """Carries hidden states from the paged cache to a sink, in threads beside the engine's.
 
-It knows a cache tensor, a block size and a sink; it does not know which engine it is in. Each writer thread
-takes one job at a time and moves it chunk by chunk: staging buffer, gather, check, write. Whatever the
+It knows a cache tensor, a block size and a sink; it does not know which engine it is in. A writer thread
+takes a large job by itself and moves it chunk by chunk (staging buffer, gather, check, write), or several
+small ones that fit into one staging buffer: they are gathered at once, and written one by one. Whatever the
 backlog, memory is bounded by the staging ring; blocks of waiting jobs stay allocated, and that is the
 back-pressure on the scheduler.
 """
 
 from __future__ import annotations
 
-import errno
-import queue
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from layertap.connectors.failures import aborted, explain
 from layertap.connectors.gather import CpuGather, CudaGather, Gather
 from layertap.connectors.job import Completion, Job
 from layertap.connectors.staging import StagingRing
-from layertap.connectors.transfer import Cancelled, Transfer
+from layertap.connectors.transfer import Cancelled, Transfer, acquire, row_bytes
 from layertap.errors import ExtractionError, InvalidInputError
 from layertap.layers import ServedLayers
 from layertap.sinks.base import Sink
 
 DEFAULT_CHUNK_BYTES = 64 << 20
 DEFAULT_RING_BYTES = 256 << 20
+_MOST_TOGETHER = 32  # small jobs of one gather: each has a file open until it is written
 
 
 @dataclass(slots=True, eq=False)
 class _Task:
     job: Job
     ready: Any
+    num_rows: int
+    """Kept tokens; 0 where the selection does not fit the sequence, which is told when it is moved."""
     started: bool = False
     cancelled: bool = False
     publishing: bool = False
@@ -54,7 +59,7 @@ class Producer:
         layers: what the cache's columns are.
         chunk_bytes: size of one staging buffer; raised to one token's row if it is smaller.
         ring_bytes: staging memory in all; at least one buffer.
-        num_writers: threads, each of which moves one job at a time.
+        num_writers: threads that gather and write.
     """
 
     def __init__(
@@ -85,8 +90,10 @@ class Producer:
         self._finished = {"completed": 0, "failed": 0}
         self._tasks: dict[str, _Task] = {}
         self._news: deque[Completion] = deque()
-        self._changed = threading.Condition()
-        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
+        self._work = threading.Condition(self._guard)
+        self._queue: deque[_Task] = deque()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"layertap-writer-{i}", daemon=True)
@@ -95,28 +102,31 @@ class Producer:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Take an ended request on. Its blocks must stay as they are until :meth:`poll` reports it copied.
+    def submit(self, *jobs: Job) -> None:
+        """Take ended requests on: those of one step together, if possible. Their blocks must stay as they are
+        until :meth:`poll` reports them copied.
 
         On a GPU the states need only be valid once the work queued so far on the current stream is done.
 
         Raises:
-            InvalidInputError: a job of this request id is still under way.
+            InvalidInputError: a job of this request id is still under way; none of ``jobs`` is taken.
         """
         ready = None
         if self.cache.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(self.cache.device))
-        task = _Task(job, ready)
+        tasks = {job.request_id: _Task(job, ready, _num_rows(job)) for job in jobs}
         with self._changed:
             if self._closed:
                 raise RuntimeError("the producer is closed")
-            if job.request_id in self._tasks:
-                raise InvalidInputError(
-                    "request_id", job.request_id, "an id that is not being delivered already"
-                )
-            self._tasks[job.request_id] = task
-        self._queue.put(task)
+            for request_id in tasks:
+                if request_id in self._tasks or len(tasks) != len(jobs):
+                    raise InvalidInputError(
+                        "request_id", request_id, "an id that is not being delivered already"
+                    )
+            self._tasks.update(tasks)
+            self._queue.extend(tasks.values())
+            self._work.notify(len(tasks))
 
     def poll(self, timeout: float = 0) -> list[Completion]:
         """All news since the last call, oldest first; waits up to ``timeout`` seconds if there is none."""
@@ -144,7 +154,7 @@ class Producer:
                 return False
             task.cancelled = True
             if not task.started:
-                self._report_end(task, error=_aborted(request_id))
+                self._report_end(task, error=aborted(request_id))
         self.ring.wake()
         return True
 
@@ -191,14 +201,13 @@ class Producer:
         """Deliver what was submitted (``drain``) or abort it, and end the threads. :meth:`poll` still gives
         the news."""
         with self._changed:
-            first, self._closed = not self._closed, True
+            self._closed = True
             waiting = list(self._tasks)
         if not drain:
             for request_id in waiting:
                 self.cancel(request_id)
-        if first:
-            for _ in self._threads:
-                self._queue.put(None)
+        with self._changed:
+            self._work.notify_all()
         deadline = None if timeout is None else time.monotonic() + timeout
         for thread in self._threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -206,36 +215,123 @@ class Producer:
 
     def _run(self) -> None:
         gather: Gather = CudaGather(self.cache) if self.cache.is_cuda else CpuGather(self.cache)
-        while (task := self._queue.get()) is not None:
-            with self._changed:
-                if task.cancelled:
-                    continue
+        while tasks := self._take(gather):
+            if len(tasks) == 1:
+                self._deliver(tasks[0], gather)
+            else:
+                self._deliver_together(tasks, gather)
+
+    def _take(self, gather: Gather) -> list[_Task]:
+        """The next job, and with it small ones that are gathered alike; this thread's share of them.
+
+        Returns:
+            Nothing when there will be no job any more.
+        """
+        with self._changed:
+            while True:
+                while self._queue and self._queue[0].cancelled:
+                    self._queue.popleft()  # reported already
+                if self._queue:
+                    break
+                if self._closed:
+                    return []
+                self._work.wait()
+            first = self._queue.popleft()
+            tasks = [first]
+            kind = (first.job.selection.columns, first.job.selection.dtype)
+            room = self.ring.chunk_bytes // row_bytes(first.job.selection, gather) - first.num_rows
+            share = min(_MOST_TOGETHER, -(-(len(self._queue) + 1) // len(self._threads)))
+            while self._queue and first.num_rows and len(tasks) < share:
+                task = self._queue[0]
+                selection = task.job.selection
+                if (selection.columns, selection.dtype) != kind or not 0 < task.num_rows <= room:
+                    break
+                self._queue.popleft()
+                if not task.cancelled:
+                    tasks.append(task)
+                    room -= task.num_rows
+            for task in tasks:
                 task.started = True
-            self._deliver(task, gather)
+        return tasks
 
     def _deliver(self, task: _Task, gather: Gather) -> None:
-        job = task.job
-        transfer = Transfer(
-            job, gather, self.ring, self.sink, task.ready, task.given_up, lambda: self._report_copied(task)
-        )
+        transfer = Transfer(task.job, gather, self.sink, task.given_up)
+
+        def move() -> None:
+            transfer.prepare(self.model, self.layers)
+            transfer.move(self.ring, task.ready, lambda: self._report_copied(task))
+
+        self._finish(task, transfer, move)
+        self._note_gather(transfer.gather_seconds)
+
+    def _deliver_together(self, tasks: Sequence[_Task], gather: Gather) -> None:
+        """Gather jobs whose rows fit into one buffer, then write each. One that fails leaves the others
+        alone."""
+        moving: list[tuple[_Task, Transfer]] = []
+        for task in tasks:
+            transfer = Transfer(task.job, gather, self.sink, task.given_up)
+            try:
+                transfer.prepare(self.model, self.layers)
+            except Exception as error:  # noqa: BLE001 - a sink may raise anything; the thread lives on
+                self._fail(task, transfer, error)
+            else:
+                moving.append((task, transfer))
+        if not moving:
+            return
+        buffer = None
         try:
-            transfer.run(self.model, self.layers)
+            buffer = acquire(self.ring, lambda: all(task.cancelled for task, _ in moving))
+            begun = time.monotonic()
+            slots = np.concatenate([transfer.slots_T for _, transfer in moving])
+            columns, dtype, ready = (
+                moving[0][0].job.selection.columns,
+                moving[0][1].dtype,
+                moving[-1][0].ready,
+            )
+            chunk = gather.finish(gather.start(slots, columns, dtype, buffer, ready))
+            self._note_gather(time.monotonic() - begun)
+        except Exception as error:  # noqa: BLE001 - as above
+            for task, transfer in moving:
+                self._fail(task, transfer, error)
+        else:
+            for task, _ in moving:
+                self._report_copied(task)
+            row = 0
+            for task, transfer in moving:
+                rows = chunk.part(row, row + len(transfer.slots_T))
+                row += len(transfer.slots_T)
+                self._finish(task, transfer, functools.partial(transfer.put, rows))
+        finally:
+            if buffer is not None:
+                self.ring.release(buffer)
+
+    def _finish(self, task: _Task, transfer: Transfer, move: Callable[[], None]) -> None:
+        """Have a job's rows written, publish its record and report it."""
+        try:
+            move()
+            transfer.check_whole()
             with self._changed:
                 task.publishing = not task.cancelled
             if not task.publishing:
                 raise Cancelled
             handle = transfer.commit()
         except Exception as error:  # noqa: BLE001 - a sink may raise anything; the thread lives on
-            transfer.abort()
-            with self._changed:
-                self._report_end(task, error=_explain(job.request_id, error))
+            self._fail(task, transfer, error)
         else:
             with self._changed:
                 self.bytes_written += transfer.num_bytes
                 self.tokens_written += transfer.num_rows
-                self.gather_seconds += transfer.gather_seconds
                 self.write_seconds += transfer.write_seconds
                 self._report_end(task, handle=handle)
+
+    def _fail(self, task: _Task, transfer: Transfer, error: Exception) -> None:
+        transfer.abort()
+        with self._changed:
+            self._report_end(task, error=explain(task.job.request_id, error))
+
+    def _note_gather(self, seconds: float) -> None:
+        with self._changed:
+            self.gather_seconds += seconds
 
     def _report_copied(self, task: _Task) -> None:
         with self._changed:
@@ -256,30 +352,8 @@ class Producer:
         self._changed.notify_all()
 
 
-def _aborted(request_id: str) -> ExtractionError:
-    return ExtractionError(request_id, "aborted; nothing was published", "aborted")
-
-
-def _explain(request_id: str, error: Exception) -> ExtractionError:
-    """The request's error for whatever went wrong with its transfer."""
-    if isinstance(error, ExtractionError):
-        return error
-    if isinstance(error, Cancelled):
-        return _aborted(request_id)
-    if isinstance(error, OSError):
-        return storage_error(request_id, error)
-    reason = f"hidden states could not be delivered: {type(error).__name__}: {error}"
-    failure = ExtractionError(request_id, reason, "engine")
-    failure.__cause__ = error
-    return failure
-
-
-def storage_error(request_id: str, error: OSError) -> ExtractionError:
-    """The request's error for a sink that could not store: kind ``storage_full`` or ``storage``."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    where = f" ({error.filename})" if error.filename else ""
-    todo = "make room and send it again" if full else "check the storage and send it again"
-    reason = f"hidden states could not be stored: {error.strerror or error}{where}; {todo}"
-    failure = ExtractionError(request_id, reason, "storage_full" if full else "storage")
-    failure.__cause__ = error
-    return failure
+def _num_rows(job: Job) -> int:
+    try:
+        return len(job.selection.positions(job.num_states))
+    except InvalidInputError:
+        return 0

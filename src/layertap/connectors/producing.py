@@ -44,6 +44,8 @@ class ProducingConnector(KVConnectorBase):
         self._producer: Producer | None = None
         self._completed: dict[str, Outcome] = {}
         self._sent: set[str] = set()
+        self._ended: list[Job] = []
+        """Requests that ended in this step: handed on together, so that they are gathered together."""
 
     @abstractmethod
     def make_sink(self, options: Mapping[str, Any]) -> Sink:
@@ -75,8 +77,8 @@ class ProducingConnector(KVConnectorBase):
         return self._producer
 
     def request_finished(self, request: FinishedRequest, block_ids: list[int]) -> tuple[bool, Params | None]:
-        """Queue a request. One that keeps nothing, or ended before its prompt was computed, is let go at
-        once."""
+        """Keep a request until the step's last has ended. One that keeps nothing, or ended before its prompt
+        was computed, is let go at once."""
         selection = request.selection
         num_prompt_tokens = len(request.prompt_token_ids)
         if selection is None or request.num_computed_tokens < num_prompt_tokens:
@@ -86,7 +88,7 @@ class ProducingConnector(KVConnectorBase):
             token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         handle = self.sink.handle(request.request_id)
         num_tokens = min(request.num_computed_tokens, len(token_ids))
-        self.producer.submit(
+        self._ended.append(
             Job(request.request_id, token_ids, num_tokens, num_prompt_tokens, block_ids, selection)
         )
         return True, {self.handle_field: handle}
@@ -101,7 +103,13 @@ class ProducingConnector(KVConnectorBase):
         completed, self._completed = self._completed, {}
         return completed
 
+    def _hand_on(self) -> None:
+        ended, self._ended = self._ended, []
+        if ended:
+            self.producer.submit(*ended)
+
     def _take_news(self) -> None:
+        self._hand_on()
         for news in self.producer.poll():
             if news.kind == "copied":
                 self._sent.add(news.request_id)
@@ -116,14 +124,17 @@ class ProducingConnector(KVConnectorBase):
             self.sink.handle(request_id)
 
     def cancel(self, request_id: str) -> bool:
+        self._hand_on()
         return self.producer.cancel(request_id)
 
     def wait(self, timeout: float) -> None:
+        self._hand_on()
         if not self._sent and not self._completed:
             self.producer.wait(timeout)
 
     def close(self, drain: bool = True) -> None:
         if self._producer is not None:
+            self._hand_on()
             self._producer.close(drain)
         self.sink.close()
 

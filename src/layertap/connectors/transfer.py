@@ -20,6 +20,7 @@ from layertap.connectors.staging import RingClosedError, StagingRing
 from layertap.errors import ExtractionError
 from layertap.layers import ServedLayers
 from layertap.record import build_metadata
+from layertap.selection import Selection
 from layertap.sinks.base import RecordSpec, RecordWriter, Sink
 
 _DTYPES = {
@@ -35,28 +36,43 @@ class Cancelled(Exception):  # noqa: N818 - an outcome, not a fault
     """The job was given up before its record was published."""
 
 
-class Transfer:
-    """Moves one job: ``run``, then ``commit``; ``abort`` after either has raised."""
+def storage_dtype(selection: Selection, cache_dtype: torch.dtype) -> torch.dtype:
+    """What a record's states are stored in."""
+    return cache_dtype if selection.dtype == "auto" else _DTYPES[selection.dtype]
 
-    def __init__(
-        self,
-        job: Job,
-        gather: Gather,
-        ring: StagingRing,
-        sink: Sink,
-        ready: Any,
-        given_up: Callable[[], bool],
-        copied: Callable[[], None],
-    ) -> None:
-        """``ready``: see :meth:`Gather.start`. ``copied`` is called once the last row is out of the cache."""
+
+def row_bytes(selection: Selection, gather: Gather) -> int:
+    """What one token's states take in a staging buffer."""
+    itemsize = max(storage_dtype(selection, gather.dtype).itemsize, gather.dtype.itemsize)
+    return len(selection.columns) * gather.hidden_size * itemsize
+
+
+def acquire(ring: StagingRing, given_up: Callable[[], bool]) -> torch.Tensor:
+    """A staging buffer, once there is one.
+
+    Raises:
+        Cancelled: whoever wants it was given up.
+    """
+    try:
+        return ring.acquire(given_up)
+    except RingClosedError:
+        raise Cancelled from None
+
+
+class Transfer:
+    """Moves one job: ``prepare``; ``move``, or ``put`` with rows that were gathered for several jobs at once;
+    ``check_whole``; ``commit``. After any of them has raised: ``abort``."""
+
+    def __init__(self, job: Job, gather: Gather, sink: Sink, given_up: Callable[[], bool]) -> None:
         self._job = job
         self._gather = gather
-        self._ring = ring
         self._sink = sink
-        self._ready = ready
         self._given_up = given_up
-        self._copied = copied
         self._writer: RecordWriter | None = None
+        self._positions_T: Array = np.empty(0, dtype=np.int64)
+        self.slots_T: Array = self._positions_T
+        """Where the kept rows lie in the cache; known after ``prepare``, as is the record's ``dtype``."""
+        self.dtype = gather.dtype
         self._largest_L: Array | None = None
         self.num_rows = 0
         self.num_bytes = 0
@@ -65,31 +81,30 @@ class Transfer:
         self.write_seconds = 0.0
         """In the sink: hashing, writing, publishing."""
 
-    def run(self, model: str, layers: ServedLayers) -> None:
-        """Write all rows.
+    def prepare(self, model: str, layers: ServedLayers) -> None:
+        """Find out which rows are kept, and open the sink's writer for them.
 
         Raises:
-            ExtractionError: the states are not fit to be published.
             Cancelled: the job was given up.
             Exception: whatever the sink raises.
         """
         if self._given_up():
             raise Cancelled
         job, gather, selection = self._job, self._gather, self._job.selection
-        dtype = gather.dtype if selection.dtype == "auto" else _DTYPES[selection.dtype]
+        self.dtype = storage_dtype(selection, gather.dtype)
         kept = selection.positions(job.num_states)
         if isinstance(kept, range):
-            positions_T = np.arange(kept.start, kept.stop)
+            self._positions_T = np.arange(kept.start, kept.stop)
             tokens = job.token_ids[kept.start : kept.stop]
         else:
-            positions_T = np.asarray(kept, dtype=np.int64)
+            self._positions_T = np.asarray(kept, dtype=np.int64)
             tokens = [job.token_ids[p] for p in kept]
         metadata = build_metadata(
             request_id=job.request_id,
             model=model,
             layer_ids=selection.layer_ids,
             num_hidden_layers=layers.num_hidden_layers,
-            storage_dtype=dtype,
+            storage_dtype=self.dtype,
             num_prompt_tokens=job.num_prompt_tokens,
             num_tokens=job.num_states,
             positions=kept,
@@ -97,17 +112,98 @@ class Transfer:
         spec = RecordSpec(
             request_id=job.request_id,
             token_ids=torch.from_numpy(np.array(tokens, dtype=np.int64)),
-            shape=(len(positions_T), len(selection.columns), gather.hidden_size),
-            dtype=dtype,
-            has_scales=dtype == torch.float8_e4m3fn,
+            shape=(len(self._positions_T), len(selection.columns), gather.hidden_size),
+            dtype=self.dtype,
+            has_scales=self.dtype == torch.float8_e4m3fn,
             metadata=metadata,
         )
-        block_T, offset_T = np.divmod(positions_T, gather.block_size)
-        slots_T = np.asarray(job.block_ids, dtype=np.int64)[block_T] * gather.block_size + offset_T
-        self.num_rows = len(slots_T)
+        block_T, offset_T = np.divmod(self._positions_T, gather.block_size)
+        self.slots_T = np.asarray(job.block_ids, dtype=np.int64)[block_T] * gather.block_size + offset_T
         self._writer = self._sink.open(spec)
-        self._move(self._writer, slots_T, positions_T, dtype)
-        self._refuse_zero_layers()
+
+    def move(self, ring: StagingRing, ready: Any, copied: Callable[[], None]) -> None:
+        """Take all rows through staging buffers of this job's own, chunk by chunk.
+
+        Args:
+            ready: see :meth:`Gather.start`.
+            copied: called once the last row is out of the cache.
+
+        Raises:
+            ExtractionError: the states are not fit to be published.
+            Cancelled: the job was given up.
+            Exception: whatever the sink raises.
+        """
+        columns = self._job.selection.columns
+        step = ring.chunk_bytes // row_bytes(self._job.selection, self._gather)
+        if step == 0:
+            raise ExtractionError(
+                self._job.request_id,
+                f"one token's states take more than a staging buffer's {ring.chunk_bytes} bytes; "
+                "raise staging_chunk_bytes",
+            )
+        pieces = [self.slots_T[i : i + step] for i in range(0, len(self.slots_T), step)]
+        waiting = iter(pieces)
+        held: list[torch.Tensor] = []  # staging buffers, in the order of their chunks
+        started: list[Any] = []
+
+        def start(buffer: torch.Tensor) -> None:
+            held.append(buffer)
+            started.append(self._gather.start(next(waiting), columns, self.dtype, buffer, ready))
+
+        try:
+            for i in range(len(pieces)):
+                buffer = None if started else acquire(ring, self._given_up)
+                begun = time.monotonic()
+                if buffer is not None:
+                    start(buffer)
+                if self._gather.runs_ahead and i + 1 < len(pieces):
+                    spare = ring.try_acquire()
+                    if spare is not None:
+                        start(spare)
+                chunk = self._gather.finish(started.pop(0))
+                self.gather_seconds += time.monotonic() - begun
+                if i + 1 == len(pieces):
+                    copied()
+                self.put(chunk)
+                ring.release(held.pop(0))
+        finally:
+            # After a failure: copies that still run must end before their buffers are used again.
+            for copy in started:
+                self._gather.finish(copy)
+            for buffer in held:
+                ring.release(buffer)
+
+    def put(self, chunk: Chunk) -> None:
+        """Check the next rows, and write them.
+
+        Raises:
+            ExtractionError: they are not fit to be published.
+            Cancelled: the job was given up.
+            Exception: whatever the sink raises.
+        """
+        assert self._writer is not None
+        self._check(chunk, self._positions_T[self.num_rows :], self.dtype)
+        if self._given_up():
+            raise Cancelled
+        begun = time.monotonic()
+        self._writer.write(chunk.hidden, chunk.scales)
+        self.write_seconds += time.monotonic() - begun
+        self.num_rows += chunk.hidden.shape[0]
+        self.num_bytes += chunk.hidden.numel() * self.dtype.itemsize
+
+    def check_whole(self) -> None:
+        """All rows have been put.
+
+        Raises:
+            ExtractionError: a layer is zero for every kept token.
+        """
+        assert self._largest_L is not None
+        if self._largest_L.min() == 0:
+            layer_id = self._job.selection.layer_ids[int(self._largest_L.argmin())]
+            reason = (
+                f"the hidden states of layer {layer_id} are zero for every kept token; nothing was published"
+            )
+            raise ExtractionError(self._job.request_id, reason, "all_zero")
 
     def commit(self) -> str:
         """Publish the record and return its handle."""
@@ -126,66 +222,6 @@ class Transfer:
             self._writer.abort()
         except Exception:  # noqa: BLE001 - logged; the request has failed already
             _log.exception("request %s: its unfinished record could not be removed", self._job.request_id)
-
-    def _move(self, writer: RecordWriter, slots_T: Array, positions_T: Array, dtype: torch.dtype) -> None:
-        columns = self._job.selection.columns
-        row_bytes = len(columns) * self._gather.hidden_size * max(dtype.itemsize, self._gather.dtype.itemsize)
-        step = self._ring.chunk_bytes // row_bytes
-        if step == 0:
-            raise ExtractionError(
-                self._job.request_id,
-                f"one token's states take {row_bytes} bytes, a staging buffer has {self._ring.chunk_bytes}; "
-                "raise staging_chunk_bytes",
-            )
-        pieces = [slots_T[i : i + step] for i in range(0, len(slots_T), step)]
-        held: list[torch.Tensor] = []  # staging buffers, in the order of their chunks
-        started: list[Any] = []
-
-        def start(buffer: torch.Tensor) -> None:
-            held.append(buffer)
-            piece = pieces[start_next[0]]
-            start_next[0] += 1
-            started.append(self._gather.start(piece, columns, dtype, buffer, self._ready))
-
-        start_next = [0]
-        row = 0
-        try:
-            for i in range(len(pieces)):
-                if start_next[0] == i:
-                    buffer = self._acquire()
-                    begun = time.monotonic()
-                    start(buffer)
-                else:
-                    begun = time.monotonic()
-                if self._gather.runs_ahead and i + 1 < len(pieces):
-                    spare = self._ring.try_acquire()
-                    if spare is not None:
-                        start(spare)
-                chunk = self._gather.finish(started.pop(0))
-                self.gather_seconds += time.monotonic() - begun
-                if i + 1 == len(pieces):
-                    self._copied()
-                self._check(chunk, positions_T[row:], dtype)
-                if self._given_up():
-                    raise Cancelled
-                begun = time.monotonic()
-                writer.write(chunk.hidden, chunk.scales)
-                self.write_seconds += time.monotonic() - begun
-                row += chunk.hidden.shape[0]
-                self.num_bytes += chunk.hidden.numel() * dtype.itemsize
-                self._ring.release(held.pop(0))
-        finally:
-            # After a failure: copies that still run must end before their buffers are used again.
-            for copy in started:
-                self._gather.finish(copy)
-            for buffer in held:
-                self._ring.release(buffer)
-
-    def _acquire(self) -> torch.Tensor:
-        try:
-            return self._ring.acquire(self._given_up)
-        except RingClosedError:
-            raise Cancelled from None
 
     def _check(self, chunk: Chunk, positions: Array, dtype: torch.dtype) -> None:
         absmax_nL = chunk.absmax
@@ -212,12 +248,3 @@ class Transfer:
         layer_id = self._job.selection.layer_ids[column]
         reason = f"the hidden states of layer {layer_id} at position {int(positions[row])} are {what}"
         raise ExtractionError(self._job.request_id, reason, kind)
-
-    def _refuse_zero_layers(self) -> None:
-        assert self._largest_L is not None
-        if self._largest_L.min() == 0:
-            layer_id = self._job.selection.layer_ids[int(self._largest_L.argmin())]
-            reason = (
-                f"the hidden states of layer {layer_id} are zero for every kept token; nothing was published"
-            )
-            raise ExtractionError(self._job.request_id, reason, "all_zero")

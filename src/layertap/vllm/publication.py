@@ -9,6 +9,7 @@ file stays (vLLM's own readers open it); whoever deletes the record deletes it t
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -18,6 +19,8 @@ from pathlib import Path
 from layertap.reader import ERROR_SUFFIX, LOCK_SUFFIX
 
 logger = logging.getLogger(__name__)
+
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 
 
 class Publication:
@@ -45,8 +48,8 @@ class Publication:
                 return
             self._fds[path] = None
             try:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                Path(path + ERROR_SUFFIX).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path + ERROR_SUFFIX)
                 if self.use_locks:
                     self._fds[path] = _locked(path + LOCK_SUFFIX)
             except OSError as error:
@@ -90,7 +93,11 @@ class Publication:
 
 
 def _locked(path: str) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fd = os.open(path, _LOCK_FLAGS, 0o666)
+    except FileNotFoundError:  # somebody has taken the folder away
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        fd = os.open(path, _LOCK_FLAGS, 0o666)
     try:
         # Readers hold it shared, and only for as long as they look; a new file's lock is free.
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -69,7 +69,9 @@ class CacheWriter:
             self.publication.begin(path)
 
     def save(self, saves: Iterable[Save]) -> None:
-        """Queue ended requests. Their blocks stay as they are until :meth:`take_copied` names them."""
+        """Queue ended requests, together. Their blocks stay as they are until :meth:`take_copied` names
+        them."""
+        taken: list[Save] = []
         for save in saves:
             name = save.job.request_id
             try:
@@ -80,11 +82,14 @@ class CacheWriter:
                             "request_id", name, "an id that is not being delivered already"
                         )
                     self._saves[name] = save
-                self.producer.submit(save.job)
             except InvalidInputError as error:
                 with self._guard:
                     self._copied.add(save.request_id)
                 self.publication.fail(save.path, str(error), "invalid_input")
+            else:
+                taken.append(save)
+        if taken:
+            self.producer.submit(*(save.job for save in taken))
 
     def refuse(self, path: str, reason: str) -> None:
         """A request whose wish cannot be met."""
