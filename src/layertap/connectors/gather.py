@@ -264,7 +264,9 @@ class CudaGather(Gather):
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             if ready is not None:
                 self._stream.wait_event(ready)
-            rows = self._rows.pick(torch.from_numpy(slots).to(device), columns)
+            # Pinned: a copy from pageable memory waits for all that the stream waits for.
+            where = torch.from_numpy(slots).pin_memory().to(device, non_blocking=True)
+            rows = self._rows.pick(where, columns)
             low, high = torch.aminmax(rows, dim=2)
             absmax = torch.maximum(high, -low).float()
             scales = None
