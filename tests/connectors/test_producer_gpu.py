@@ -15,8 +15,7 @@ pytestmark = [
 def deliver(cache, jobs, **settings):
     sink = MemorySink()
     producer = make_producer(cache, sink, **settings)
-    for job in jobs:
-        producer.submit(job)
+    producer.submit(*jobs)
     _, completed = drain(producer, len(jobs), timeout=60)
     producer.close()
     assert producer.ring.in_use == 0
@@ -37,6 +36,9 @@ def test_a_gpu_cache_gives_what_a_cpu_cache_gives(dtype, head_first, wanted):
     on_cpu = deliver(cache, jobs)
     on_gpu = deliver(cache.cuda(), jobs, chunk_bytes=20_000, ring_bytes=60_000)
     for name, record in on_cpu.items():
+        assert not isinstance(on_gpu[name], Exception), (
+            f"{on_gpu[name]!r}, because {on_gpu[name].__cause__!r}"
+        )
         assert torch.equal(on_gpu[name].token_ids, record.token_ids)
         if record.scales is None:
             assert torch.equal(on_gpu[name].hidden_states, record.hidden_states)
