@@ -71,3 +71,15 @@ def test_faults_are_found_on_the_gpu_as_on_the_cpu():
     assert outcome["zero"].kind == "all_zero"
     assert outcome["large"].kind == "dtype_overflow"
     assert torch.equal(outcome["good"].hidden_states, torch.cat([cache[0], cache[20]]))
+
+
+@pytest.mark.parametrize("wanted", ["auto", "float8_e4m3fn"])
+def test_small_jobs_that_are_gathered_at_once(wanted):
+    cache = paged_cache(hidden_size=256)
+    jobs = [
+        make_job(f"r{i}", 5 + i % 4, [3 * i % 64, (3 * i + 1) % 64], {"dtype": wanted}) for i in range(40)
+    ]
+    on_cpu, on_gpu = deliver(cache, jobs), deliver(cache.cuda(), jobs)
+    for name, record in on_cpu.items():
+        assert not isinstance(on_gpu[name], Exception), on_gpu[name]
+        torch.testing.assert_close(on_gpu[name].dequantized, record.dequantized, rtol=0.13, atol=1e-3)
