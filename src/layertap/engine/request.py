@@ -95,10 +95,12 @@ class Request:
 
     def hashes(self, block_size: int) -> list[bytes]:
         """Chained hashes of the full blocks of all tokens so far; extended as tokens are appended."""
-        full = self.num_tokens // block_size
-        while len(self.block_hashes) < full:
-            i = len(self.block_hashes)
-            parent = self.block_hashes[-1] if i else self.cache_salt
-            tokens = self.token_array(i * block_size, (i + 1) * block_size)
-            self.block_hashes.append(xxhash.xxh3_128_digest(parent + tokens.tobytes()))
+        first, full = len(self.block_hashes), self.num_tokens // block_size
+        if first < full:
+            tokens = self.token_array(first * block_size, full * block_size)
+            data, size = tokens.tobytes(), block_size * tokens.itemsize
+            parent = self.block_hashes[-1] if first else self.cache_salt
+            for i in range(full - first):
+                parent = xxhash.xxh3_128_digest(parent + data[i * size : (i + 1) * size])
+                self.block_hashes.append(parent)
         return self.block_hashes
