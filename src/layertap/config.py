@@ -14,7 +14,16 @@ SPECULATIVE_LAYERS = "speculative_config.draft_model_config.hf_config.eagle_aux_
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
+ENGINES = ("torch", "vllm")
 _MOST_LISTED = 60
+
+
+def check_engine_name(engine: str, field: str = "engine") -> None:
+    """Raises:
+    InvalidInputError: there is no such engine.
+    """
+    if engine not in ENGINES:
+        raise InvalidInputError(field, engine, " or ".join(map(repr, ENGINES)))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

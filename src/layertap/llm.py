@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import logging
 import queue
@@ -17,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from layertap import reader
-from layertap.config import SPECULATIVE_LAYERS, EngineConfig, layers_of_speculative_config
+from layertap.config import SPECULATIVE_LAYERS, EngineConfig, check_engine_name, layers_of_speculative_config
 from layertap.connectors.transfer_config import KVTransferConfig
 from layertap.engine.collector import OutputCollector
 from layertap.engine.core import EngineCore
@@ -59,6 +60,10 @@ class LLM:
 
     def __new__(cls, *args: Any, engine: str = "torch", **kwargs: Any) -> LLM:
         if engine == "vllm" and cls is LLM:
+            if importlib.util.find_spec("vllm") is None:
+                raise InvalidInputError(
+                    "engine", engine, "'torch' here, as vLLM is not installed (pip install 'layertap[vllm]')"
+                )
             from layertap.vllm.llm import VllmLLM
 
             return object.__new__(VllmLLM)
@@ -74,8 +79,8 @@ class LLM:
         engine: str = "torch",
         **kwargs: Any,
     ) -> None:
-        if engine != self._engine:
-            raise InvalidInputError("engine", engine, "'torch' or 'vllm'")
+        check_engine_name(engine)
+        assert engine == self._engine, "a class of its own runs vLLM: LLM(engine='vllm') makes one"
         field = "layers"
         if speculative_config is not None:
             if layers is not None:

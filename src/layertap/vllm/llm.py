@@ -66,7 +66,9 @@ class VllmLLM(LLM):
                     CONNECTOR, kv_connector_extra_config={"shared_storage_path": folder}
                 )
             arguments["speculative_config"] = speculative_config(ids)
-            arguments["kv_transfer_config"] = transfer_config(transfer, ids, record_names=True)
+            arguments["kv_transfer_config"] = transfer_config(
+                transfer, ids, record_names=True, owner_pid=os.getpid()
+            )
         _prepare_cpu(arguments)
         try:
             self._vllm = VllmEngine(arguments, served is not None)
@@ -137,6 +139,7 @@ class VllmLLM(LLM):
         done: queue.SimpleQueue[tuple[int, RequestOutput]],
     ) -> VllmCollector:
         self._vllm.check()
+        self._vllm.check_prompt(prompt.token_ids, params)
         if self._core.served is not None:
             check_request_id(name)
             selection = Selection.parse(params.kv_transfer_params, self._served)
