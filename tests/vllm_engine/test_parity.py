@@ -32,19 +32,24 @@ def skip_without_bfloat16(dtype: str) -> None:
 
 
 def assert_agreement(ours: list[Any], theirs: list[Any], dtype: str) -> None:
-    """At each boundary, over all prompts. Says how near (``pytest -rP`` shows it)."""
+    """At each boundary: in float32 for every prompt, in bfloat16 over all prompts together.
+
+    (In a few tokens' states bfloat16 alone can make more: of a prompt of five tokens vLLM's are 2.5 % off the
+    float32 ones at one boundary of SmolLM2, ours 0.8 %.) Says how near they are; ``pytest -rP`` shows it.
+    """
     assert len(ours) == len(theirs)
-    worst = [0.0] * ours[0].hidden_states.shape[1]
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.token_ids, b.token_ids)
         assert a.layer_ids == b.layer_ids
         assert a.hidden_states.dtype == b.hidden_states.dtype == getattr(torch, dtype)
         assert a.hidden_states.shape == b.hidden_states.shape
-        for column in range(len(worst)):
-            difference = reference.difference(b.hidden_states[:, column], a.hidden_states[:, column])
-            worst[column] = max(worst[column], difference)
-    print(f"{dtype}: relative differences at boundaries 0 to N:", *(f"{d:.1e}" for d in worst))
-    assert max(worst) <= TOLERANCE[dtype]
+        if dtype == "float32":
+            reference.assert_states(b.hidden_states, a.hidden_states, TOLERANCE[dtype])
+    all_ours, all_theirs = (torch.cat([s.hidden_states for s in states]) for states in (ours, theirs))
+    columns = range(all_ours.shape[1])
+    found = [reference.difference(all_theirs[:, column], all_ours[:, column]) for column in columns]
+    print(f"{dtype}: relative differences at boundaries 0 to N:", *(f"{d:.1e}" for d in found))
+    assert max(found) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
