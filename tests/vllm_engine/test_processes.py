@@ -246,15 +246,9 @@ def test_two_data_parallel_engines_write_one_file_for_each_request_and_leak_noth
     model = tiny("llama", **SHAPES["llama"])
     folder = tmp_path / "states"
     flags = [
-        "--data-parallel-size",
-        "2",
-        "--api-server-count",
-        "1",
-        "--num-gpu-blocks-override",
-        "24",
-        "--max-model-len",
-        "128",
-    ]
+        "--data-parallel-size", "2", "--api-server-count", "1", "--num-gpu-blocks-override", "24",
+        "--max-model-len", "128",
+    ]  # fmt: skip
     server = Server(python, model, folder, tmp_path / "log", flags)
     try:
         draw = random.Random(0)
