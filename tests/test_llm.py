@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 from collections.abc import Callable
@@ -185,7 +186,9 @@ def test_a_users_own_connector_from_a_file_works(make_llm: Callable[..., LLM], t
         ({"dtype": "int8"}, "dtype"),
         ({"device": "tpu"}, "device"),
         ({"tensor_parallel_size": 2}, "engine='vllm'"),
-        ({"engine": "tensorrt"}, "engine"),
+        ({"engine": "tensorrt"}, "engine: got 'tensorrt'; allowed: 'torch' or 'vllm'"),
+        ({"quantization": "fp8"}, "quantization: .*engine='vllm' takes vLLM's own"),
+        ({"data_parallel_size": 2}, "data_parallel_size: got 2; allowed: 1 here"),
         ({"speculative_config": {"method": "eagle3"}, "layers": None}, "extract_hidden_states"),
         ({"extract_only": True, "layers": None}, "extract_only"),
     ],
@@ -195,6 +198,12 @@ def test_wrong_arguments_are_named(
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
         make_llm(**arguments)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_its_engine_is_refused_with_what_to_install(tiny: Callable[..., str]) -> None:
+    with pytest.raises(InvalidInputError, match=r"engine: got 'vllm'; allowed: 'torch' .*layertap\[vllm\]"):
+        LLM(tiny("llama"), engine="vllm", layers=[1])
 
 
 @pytest.mark.parametrize("model", ["/nowhere", "./nothing.gguf"])

@@ -10,15 +10,48 @@ from typing import Any
 from layertap.errors import InvalidInputError
 from layertap.layers import LayerSpec
 
+SPECULATIVE_LAYERS = "speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
+ENGINES = ("torch", "vllm")
+_MOST_LISTED = 60
+
+
+def check_engine_name(engine: str, field: str = "engine") -> None:
+    """Raises:
+    InvalidInputError: there is no such engine.
+    """
+    if engine not in ENGINES:
+        raise InvalidInputError(field, engine, " or ".join(map(repr, ENGINES)))
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A phrase for error messages: the known names, and the one that was probably meant."""
+    """A phrase for error messages: the known names (of very many, the nearest), and the one that was probably
+    meant."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
+    if len(names) > _MOST_LISTED:
+        some = difflib.get_close_matches(word, names, n=8, cutoff=0.0)
+        return f"{hint}one of {len(names)} names, such as {', '.join(some)}"
     return f"{hint}one of {', '.join(names)}"
+
+
+def check_names(given: Mapping[str, Any], known: Iterable[str], prefix: str = "", else_: str = "") -> None:
+    """Refuse a key that is not known.
+
+    Args:
+        prefix: of the field in the message: ``"speculative_config."``.
+        else_: what is allowed beside the known names, as the end of a phrase.
+
+    Raises:
+        InvalidInputError: naming it, its value and the nearest known one.
+    """
+    names = set(known)
+    for key in given:
+        if key not in names:
+            raise InvalidInputError(f"{prefix}{key}", given[key], nearest(str(key), names) + else_)
 
 
 @dataclass(slots=True)
@@ -116,9 +149,7 @@ class EngineConfig:
     def from_kwargs(cls, model: str, kwargs: Mapping[str, Any]) -> EngineConfig:
         """Build from keyword arguments; an unknown one is refused with the nearest known name."""
         known = {f.name for f in fields(cls)} - {"model"}
-        for key in kwargs:
-            if key not in known:
-                raise InvalidInputError(key, kwargs[key], nearest(key, known))
+        check_names(kwargs, known, else_="; engine='vllm' takes vLLM's own")
         return cls(model, **kwargs)
 
 
@@ -134,17 +165,13 @@ def layers_of_speculative_config(config: Mapping[str, Any]) -> list[int | str]:
         raise InvalidInputError(
             name, config, "an object with method, num_speculative_tokens and draft_model_config"
         )
-    known = {"method", "num_speculative_tokens", "draft_model_config"}
-    for key in config:
-        if key not in known:
-            raise InvalidInputError(f"{name}.{key}", config[key], nearest(key, known))
+    check_names(config, ("method", "num_speculative_tokens", "draft_model_config"), f"{name}.")
     if config.get("method") != "extract_hidden_states":
         raise InvalidInputError(f"{name}.method", config.get("method"), "'extract_hidden_states'")
     if config.get("num_speculative_tokens", 1) != 1:
         raise InvalidInputError(f"{name}.num_speculative_tokens", config["num_speculative_tokens"], "1")
-    path = f"{name}.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids"
     hf_config = (config.get("draft_model_config") or {}).get("hf_config") or {}
     ids = hf_config.get("eagle_aux_hidden_state_layer_ids")
     if not isinstance(ids, list | tuple) or not ids:
-        raise InvalidInputError(path, ids, "a non-empty list of layer ids")
+        raise InvalidInputError(SPECULATIVE_LAYERS, ids, "a non-empty list of layer ids")
     return list(ids)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import logging
 import queue
@@ -12,12 +13,12 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from layertap import reader
-from layertap.config import EngineConfig, layers_of_speculative_config
+from layertap.config import SPECULATIVE_LAYERS, EngineConfig, check_engine_name, layers_of_speculative_config
 from layertap.connectors.transfer_config import KVTransferConfig
 from layertap.engine.collector import OutputCollector
 from layertap.engine.core import EngineCore
@@ -55,8 +56,14 @@ class LLM:
         UnsupportedModelError: the model cannot be run with a result that is known to be right.
     """
 
+    _engine: ClassVar[str] = "torch"
+
     def __new__(cls, *args: Any, engine: str = "torch", **kwargs: Any) -> LLM:
         if engine == "vllm" and cls is LLM:
+            if importlib.util.find_spec("vllm") is None:
+                raise InvalidInputError(
+                    "engine", engine, "'torch' here, as vLLM is not installed (pip install 'layertap[vllm]')"
+                )
             from layertap.vllm.llm import VllmLLM
 
             return object.__new__(VllmLLM)
@@ -72,14 +79,15 @@ class LLM:
         engine: str = "torch",
         **kwargs: Any,
     ) -> None:
-        if engine != "torch":
-            raise InvalidInputError("engine", engine, "'torch' or 'vllm'")
+        check_engine_name(engine)
+        assert engine == self._engine, "a class of its own runs vLLM: LLM(engine='vllm') makes one"
+        field = "layers"
         if speculative_config is not None:
             if layers is not None:
                 raise InvalidInputError(
                     "layers", layers, "None together with speculative_config, which names them"
                 )
-            layers = layers_of_speculative_config(speculative_config)
+            layers, field = layers_of_speculative_config(speculative_config), SPECULATIVE_LAYERS
         transfer = kv_transfer_config
         if transfer is not None and not isinstance(transfer, KVTransferConfig):
             transfer = KVTransferConfig.from_dict(transfer)
@@ -87,19 +95,33 @@ class LLM:
             raise InvalidInputError(
                 "kv_transfer_config", transfer.kv_connector, "None without layers to extract"
             )
-        self.config = EngineConfig.from_kwargs(model, {**kwargs, "layers": layers})
-        if self.config.data_parallel_size != 1:
+        if kwargs.get("data_parallel_size", 1) != 1:
+            serve = "layertap serve" if engine == "torch" else f"layertap serve --engine {engine}"
             raise InvalidInputError(
-                "data_parallel_size",
-                self.config.data_parallel_size,
-                "1 here; 'layertap serve' starts replicas",
+                "data_parallel_size", kwargs["data_parallel_size"], f"1 here; '{serve}' starts replicas"
             )
+        self._prefix = uuid.uuid4().hex[:8]
+        self._counter = itertools.count()
+        self._start(model, layers, field, transfer, kwargs)
+
+    def _start(
+        self,
+        model: str,
+        layers: LayerSpec | None,
+        field: str,
+        transfer: KVTransferConfig | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Start the engine with arguments of which each is right on its own.
+
+        Args:
+            field: where the user wrote ``layers``.
+        """
+        self.config = EngineConfig.from_kwargs(model, {**kwargs, "layers": layers})
         self._core = EngineCore(self.config, transfer)
         self._loop = EngineLoop(self._core)
         self._close = weakref.finalize(self, self._loop.close)
         self.prompt_tokenizer = PromptTokenizer(self._core.tokenizer)
-        self._prefix = uuid.uuid4().hex[:8]
-        self._counter = itertools.count()
 
     # --- vLLM's calls --------------------------------------------------------------------------------------
 

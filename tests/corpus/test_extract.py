@@ -107,6 +107,15 @@ def test_another_token_selection_is_made_again(extract: Extract) -> None:
     assert extract(tokens=slice(-2, None))[0].kept == 5
 
 
+def test_a_selection_that_does_not_fit_a_prompt_fails_that_prompt_also_where_a_record_is(
+    extract: Extract,
+) -> None:
+    extract()
+    summary, results = extract(tokens=[9])
+    assert (summary.failed, summary.remade) == (2, 3)
+    assert "positions from -5 to 4" in (results["p0"].reason or "")
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -164,6 +173,10 @@ def test_generated_tokens_can_be_kept_and_such_a_run_goes_on(extract: Extract) -
     assert summary.written == 5
     assert results["p0"].num_rows == 5 + 6 - 1
     assert extract(**options)[0].kept == 5
+    assert extract(tokens=[-1, 0], **options)[0].remade == 5
+    assert extract(tokens=[-1, 0], **options)[0].kept == 5
+    assert extract(tokens={"start": 2}, **options)[0].remade == 5
+    assert extract(tokens={"start": 2}, **options)[0].kept == 5
     assert extract(include_output_tokens=False)[0].remade == 5
 
 

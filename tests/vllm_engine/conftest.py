@@ -21,7 +21,9 @@ def start(tiny: Callable[..., str]) -> Iterator[Callable[..., LLM]]:
         for llm in running:  # vLLM keeps one engine in a process
             llm.close()
         running.clear()
-        path = model if "/" in model else tiny(model, **SHAPES[model], **(changes or {}))
+        path = (
+            model if "/" in model or model == "smollm2" else tiny(model, **SHAPES[model], **(changes or {}))
+        )
         running.append(LLM(path, **vllm_options(**options)))
         return running[0]
 

@@ -314,8 +314,13 @@ def test_staging_stays_under_its_ring_and_blocks_do_not_run_out(llm: LLM) -> Non
 
 def test_wrong_prompts_are_told_before_they_run(llm: LLM) -> None:
     for wrong, named in (([VOCAB + 5], "prompt_token_ids"), ([1] * 600, "max_model_len"), ([], "prompt")):
+        begun = writer_of(llm).producer.stats()["requests_completed"]
         with pytest.raises(InvalidInputError, match=named):
-            llm.generate([wrong], SamplingParams(max_tokens=1, **GREEDY))
+            llm.generate([prompt(5), wrong], SamplingParams(max_tokens=1, **GREEDY))
+        settle(llm)
+        assert (
+            writer_of(llm).producer.stats()["requests_completed"] == begun
+        )  # the right one has not run either
     with pytest.raises(InvalidInputError, match="request_id"):
         llm.generate([[1]], SamplingParams(max_tokens=1, **GREEDY), request_ids=["../x"])
 

@@ -1,16 +1,19 @@
-"""vLLM in processes of its own: two tensor-parallel ranks, and ``vllm serve`` as it is documented."""
+"""vLLM in processes of its own: two tensor-parallel ranks, ``vllm serve`` as it is documented, and with two
+data-parallel engines."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import signal
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -90,9 +93,13 @@ def test_two_tensor_parallel_ranks_write_one_file_each_and_leak_nothing(
 
 
 class Server:
-    """``vllm serve`` on a free port."""
+    """``vllm serve`` on a free port.
 
-    def __init__(self, python: str, model: str, folder: Path, log: Path) -> None:
+    Args:
+        flags: more of vLLM's; the last of two that name the same thing counts.
+    """
+
+    def __init__(self, python: str, model: str, folder: Path, log: Path, flags: Sequence[str] = ()) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -116,7 +123,7 @@ class Server:
             "--port", str(self.port), "--host", "127.0.0.1", "--skip-tokenizer-init", "--dtype", "float32",
             "--enforce-eager", "--max-model-len", "512", "--max-num-batched-tokens", "64",
             "--block-size", "32", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(16 << 20),
-            "--gpu-memory-utilization", "0.2",
+            "--gpu-memory-utilization", "0.2", *flags,
         ]  # fmt: skip
         self._log = log.open("w")
         self.process = subprocess.Popen(
@@ -146,6 +153,10 @@ class Server:
         )
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return dict(json.load(answer))
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
+            return str(answer.read(), "utf-8")
 
     def close(self) -> None:
         os.killpg(self.process.pid, signal.SIGTERM)
@@ -226,6 +237,41 @@ def test_clients_that_go_away_leave_no_locks_and_no_blocks_taken(server: Server)
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert not [name for name in leftovers(server.folder) if name.endswith(".tmp")]
+
+
+def test_two_data_parallel_engines_write_one_file_for_each_request_and_leak_nothing(
+    python: str, tiny: Callable[..., str], tmp_path: Path
+) -> None:
+    """300 requests through two engines of 24 blocks each, into one folder."""
+    model = tiny("llama", **SHAPES["llama"])
+    folder = tmp_path / "states"
+    flags = [
+        "--data-parallel-size", "2", "--api-server-count", "1", "--num-gpu-blocks-override", "24",
+        "--max-model-len", "128",
+    ]  # fmt: skip
+    server = Server(python, model, folder, tmp_path / "log", flags)
+    try:
+        draw = random.Random(0)
+        prompts = [[draw.randrange(10, 160) for _ in range(draw.randrange(1, 60))] for _ in range(300)]
+        with ThreadPoolExecutor(16) as threads:
+            answers = list(threads.map(server.complete, prompts))
+        paths = [answer["kv_transfer_params"]["hidden_states_path"] for answer in answers]
+        assert len(set(paths)) == 300
+        for path, ids in zip(paths, prompts, strict=True):
+            assert reader.open(path, timeout=30).token_ids.tolist() == ids
+        assert {n for n in leftovers(folder) if not n.endswith(".lock")} == {
+            os.path.basename(p) for p in paths
+        }
+        assert not any(_is_locked(Path(path + ".lock")) for path in paths)
+        for path, ids in list(zip(paths, prompts, strict=True))[:20]:
+            right = reference.states(model, ids)[:, IDS]
+            reference.assert_states(reader.open(path, timeout=0).hidden_states, right)
+        done = re.findall(
+            r'vllm:request_success_total{engine="(\d)",finished_reason="length".*} (\d+)', server.metrics()
+        )
+        assert sorted(engine for engine, count in done if float(count) > 0) == ["0", "1"]
+    finally:
+        server.close()
 
 
 def _is_locked(path: Path) -> bool:

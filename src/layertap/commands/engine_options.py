@@ -1,12 +1,16 @@
-"""The engine's configuration as command-line flags: each field of ``EngineConfig`` once, with its help."""
+"""The engine's configuration as command-line flags: each field of ``EngineConfig`` once, with its help, and
+those of vLLM's that large models need."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
+
+from layertap.config import check_engine_name
+from layertap.errors import InvalidInputError
 
 _PANEL = "Engine"
 
@@ -77,21 +81,52 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "disable_log_stats": Annotated[bool | None, typer.Option(hidden=True)],
 }
 
+VLLM_OPTIONS: dict[str, Any] = {
+    "pipeline_parallel_size": Annotated[
+        int | None, _option("GPUs that share the layers (only the vllm engine).", **_COUNT)
+    ],
+    "enable_expert_parallel": Annotated[
+        bool | None, _option("Experts on different GPUs (only the vllm engine).", show_default=False)
+    ],
+    "quantization": Annotated[
+        str | None, _option("Of the weights, such as fp8 or awq (only the vllm engine).", metavar="METHOD")
+    ],
+}
+TORCH_ONLY = ("device", "extract_only", "self_check")  # fields of EngineConfig that vLLM does not have
+
+
+def check_engine(engine: str, options: Mapping[str, Any]) -> None:
+    """Refuse an unknown engine, and flags that only the other one knows.
+
+    Raises:
+        InvalidInputError: naming the flag.
+    """
+    check_engine_name(engine, "--engine")
+    other = "torch" if engine == "vllm" else "vllm"
+    for name in TORCH_ONLY if engine == "vllm" else VLLM_OPTIONS:
+        if name in options:
+            flag = "--" + name.replace("_", "-")
+            raise InvalidInputError(
+                flag, options[name], f"nothing with --engine {engine}: only --engine {other} knows it"
+            )
+
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, whose last parameter is ``**engine``, a flag for each field of ``EngineConfig``.
+    """Give a command, whose last parameter is ``**options``, a flag for each field of ``EngineConfig``, and
+    those of ``VLLM_OPTIONS``.
 
     It gets only those that the user set.
     """
+    options = {**ENGINE_OPTIONS, **VLLM_OPTIONS}
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in ENGINE_OPTIONS.items()
+        for name, annotation in options.items()
     ]
 
     def wrapped(**kwargs: Any) -> None:
-        engine = {name: value for name in ENGINE_OPTIONS if (value := kwargs.pop(name)) is not None}
+        engine = {name: value for name in options if (value := kwargs.pop(name)) is not None}
         command(**kwargs, **engine)
 
     wrapped.__doc__ = command.__doc__

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layertap.commands.engine_options import with_engine_options
+from layertap.commands.engine_options import check_engine, with_engine_options
 from layertap.commands.output import CommandFailedError, check_output_format, print_error, print_json
 from layertap.errors import InvalidInputError
 
@@ -126,10 +126,15 @@ def extract(
         bool,
         typer.Option("--ignore-eos", help="Generate on after an end token.", rich_help_panel=_GENERATION),
     ] = False,
-    **engine: Any,
+    engine: Annotated[
+        str,
+        typer.Option(help="torch, or vllm: vLLM itself with our connector in it.", metavar="ENGINE"),
+    ] = "torch",
+    **options: Any,
 ) -> None:
     """Write the hidden states of prompts to files, one for each prompt."""
     check_output_format(output_format)
+    check_engine(engine, options)
     if (prompt is None) == (prompts is None):
         raise InvalidInputError(
             "--prompt/--prompts",
@@ -154,10 +159,10 @@ def extract(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=ignore_eos,
         detokenize=False,
     )  # fmt: skip
-    options = {
+    options |= {
         "layers": layers, "tokens": tokens_spec, "storage_dtype": storage_dtype, "limit": limit,
         "include_output_tokens": include_output_tokens, "prompts_format": prompts_format,
-        "overwrite": overwrite, "fsync": fsync, **engine,
+        "overwrite": overwrite, "fsync": fsync, "engine": engine,
     }  # fmt: skip
     _run(model, prompt or prompts or "-", output, sampling, options, as_json=output_format == "json")
 
@@ -184,6 +189,8 @@ def _run(
             total = min(total, limit)
         shown: list[CorpusResult] = []
         terminal = sys.stderr.isatty()
+        if options["engine"] == "vllm":
+            options = {"use_tqdm_on_load": terminal, **options}
         if terminal:
             print(f"loading {model} ...", file=sys.stderr)
         progress: Progress | None = None

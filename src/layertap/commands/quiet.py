@@ -51,21 +51,28 @@ def configure_logging() -> None:
 def quiet_libraries() -> Iterator[None]:
     """Import and run with the libraries' own chatter off; with debugging on, nothing is hidden.
 
+    vLLM, which logs to standard output, is sent to standard error: a command's results alone go there.
+
     On a terminal, bars of what takes long and happens once stay: a download, the unpacking of a GGUF file.
     """
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if debugging():
         yield
         return
     terminal = sys.stderr.isatty()
-    # Read when the libraries are imported.
+    # Read when the libraries are imported; vLLM's processes inherit them.
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore",
     }.items():
         os.environ.setdefault(name, value)
     if not terminal:
         os.environ.setdefault("TQDM_DISABLE", "1")
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # it speaks before it reads its level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers.utils import logging as library

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from layertap.config import nearest
+from layertap.config import check_names
 from layertap.connectors.base import FinishedRequest, KVConnectorBase, Outcome, Params
 from layertap.connectors.job import Job
 from layertap.connectors.producer import DEFAULT_CHUNK_BYTES, DEFAULT_RING_BYTES, Producer
@@ -148,9 +148,7 @@ def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     Raises:
         InvalidInputError: an unknown key (the nearest known one is named) or a value of the wrong type.
     """
-    for key in given:
-        if key not in defaults:
-            raise InvalidInputError(f"{_EXTRA}.{key}", given[key], nearest(str(key), defaults))
+    check_names(given, defaults, f"{_EXTRA}.")
     options = {**defaults, **given}
     checks: dict[type, tuple[Callable[[Any], bool], str]] = {
         bool: (lambda v: isinstance(v, bool), "true or false"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from layertap.config import nearest
+from layertap.config import check_names
 from layertap.errors import InvalidInputError
 from layertap.layers import ServedLayers
 
@@ -67,9 +67,7 @@ class KVTransferConfig:
         if not isinstance(config, Mapping):
             raise InvalidInputError(name, config, "an object with kv_connector and kv_role")
         known = [f.name for f in fields(cls)]
-        for key in config:
-            if key not in known and key not in PASSIVE_FIELDS:
-                raise InvalidInputError(f"{name}.{key}", config[key], nearest(str(key), known))
+        check_names({k: v for k, v in config.items() if k not in PASSIVE_FIELDS}, known, f"{name}.")
         if "kv_connector" not in config:
             raise InvalidInputError(f"{name}.kv_connector", None, "the name of a connector")
         given = {key: config[key] for key in known if key in config}

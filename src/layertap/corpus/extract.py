@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from layertap.config import check_engine_name
 from layertap.corpus.names import RecordNames
 from layertap.corpus.prompts import PromptLine, PromptsFormat, lines_of, read_prompts
 from layertap.corpus.resume import RunIdentity, check_existing, claim_folder
@@ -101,6 +102,7 @@ def extract_corpus(
     limit: int | None = None,
     overwrite: bool = False,
     fsync: bool = False,
+    engine: str = "torch",
     on_start: Callable[[LLM], None] | None = None,
     on_result: Callable[[CorpusResult], None] | None = None,
     **llm_options: Any,
@@ -122,11 +124,13 @@ def extract_corpus(
         tokens: ``"all"``, ``"last"``, a slice, ``{"start": a, "end": b}`` or a list of positions.
         storage_dtype: ``auto``, ``float32``, ``bfloat16``, ``float16`` or ``float8_e4m3fn``.
         include_output_tokens: keep the states of generated tokens too.
-        sampling_params: how to generate; None generates nothing, and runs no layer above the highest tapped
-            one.
+        sampling_params: how to generate; None generates nothing (and the torch engine runs no layer above the
+            highest tapped one).
         limit: stop after this many prompts.
         overwrite: make every record again, and remove records of other runs from the folder.
         fsync: flush each file to the device before it gets its name.
+        engine: ``"torch"`` or ``"vllm"``, as :class:`layertap.LLM` takes it. A run may go on with the
+            other one: records of either are kept.
         on_start: called once the model is loaded.
         on_result: called for each prompt, in the order in which they end.
         llm_options: keyword arguments of :class:`layertap.LLM`.
@@ -138,6 +142,7 @@ def extract_corpus(
     """
     folder = Path(output)
     parse_tokens(tokens, "tokens")
+    check_engine_name(engine)
     if limit is not None and limit < 1:
         raise InvalidInputError("limit", limit, "an integer from 1 up")
     lines = (
@@ -149,14 +154,19 @@ def extract_corpus(
     params = replace(
         params, kv_transfer_params=_transfer_params(tokens, storage_dtype, include_output_tokens)
     )
-    if params.max_tokens == 0:
+    if params.max_tokens == 0 and engine == "torch":
         llm_options.setdefault("extract_only", True)
     transfer = {
         "kv_connector": "ExampleHiddenStatesConnector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder), "fsync": fsync},
+        "kv_connector_extra_config": {
+            "shared_storage_path": str(folder),
+            "fsync": fsync,
+            # Nobody reads before the run is told of a record, and a killed run would leave vLLM's lock files.
+            "use_synchronization_lock": False,
+        },
     }
-    with LLM(model, layers=layers, kv_transfer_config=transfer, **llm_options) as llm:
+    with LLM(model, layers=layers, kv_transfer_config=transfer, engine=engine, **llm_options) as llm:
         run = _identity(llm, params)
         summary.layers = format_layers(run.layer_ids)
         summary.foreign_removed = claim_folder(folder, run, overwrite)

@@ -116,20 +116,24 @@ def _holds(check: RecordCheck, path: str, run: RunIdentity, prompt: Sequence[int
         positions: Sequence[int] = parse_positions(listed) if listed is not None else range(rows)
     except ValueError:
         return False
-    if len(positions) != rows:
-        return False
-    extra = run.most_output_tokens
-    if extra:
-        total = max((*positions, -1)) + 1
-        if run.selection.tokens == "all" and not (
-            listed is None and len(prompt) <= total <= len(prompt) + extra
-        ):
-            return False
-    elif tuple(positions) != tuple(run.selection.positions(len(prompt))):
+    if len(positions) != rows or not _selected(positions, run, len(prompt)):
         return False
     expected = np.array([prompt[p] if p < len(prompt) else -1 for p in positions], dtype=np.int64)
     found = _token_ids(path)
     return len(found) == rows and bool(np.all((found == expected) | (expected == -1)))
+
+
+def _selected(positions: Sequence[int], run: RunIdentity, num_prompt_tokens: int) -> bool:
+    """Whether these are the positions that the run keeps of such a prompt, whatever it generated."""
+    found = tuple(positions)
+    for n in range(num_prompt_tokens, num_prompt_tokens + run.most_output_tokens + 1):
+        try:
+            kept = run.selection.positions(n)
+        except InvalidInputError:
+            continue  # nothing to keep of so short a sequence
+        if len(kept) == len(found) and tuple(kept) == found:
+            return True
+    return False
 
 
 def _token_ids(path: str) -> np.ndarray:

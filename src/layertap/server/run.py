@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from layertap.config import EngineConfig, layers_of_speculative_config
+from layertap.config import EngineConfig, check_engine_name, layers_of_speculative_config
 from layertap.connectors.memory import MemoryConnector
 from layertap.connectors.registry import connector_class
 from layertap.connectors.transfer_config import KVTransferConfig
@@ -227,10 +227,9 @@ def main(argv: Sequence[str]) -> int:
     from layertap.server import flags
 
     engine = flags.engine_of(argv)
+    check_engine_name(engine, "--engine")
     if engine == "vllm":
         from layertap.vllm.launcher import run
 
         run(argv)
-    if engine != "torch":
-        raise InvalidInputError("--engine", engine, "'torch' or 'vllm'")
     return serve(flags.parse(argv))

@@ -29,6 +29,7 @@ from layertap.connectors.producing import check_options
 from layertap.errors import InvalidInputError
 from layertap.selection import Selection
 from layertap.sinks.file import REQUEST_ID, SUFFIX
+from layertap.vllm.owner import belong_to
 from layertap.vllm.plan import CachePlan, as_BSCH, cache_of, check_version, writes_slots_last
 from layertap.vllm.worker import CacheWriter, Save
 
@@ -71,6 +72,8 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         configuration, which must not repeat one.
         ``record_names``: a request may name its record, by ``extra_args["layertap_record"]`` of its sampling
         parameters. For use within one program (``LLM(engine="vllm")``), where nobody else sends requests.
+        ``owner_pid``: the program that the processes belong to (see :mod:`layertap.vllm.owner`); set by
+        ``LLM(engine="vllm")``.
         ``allow_custom_save_path``: vLLM's; must be false, since nothing that a client sends chooses a path.
 
     Raises:
@@ -89,6 +92,9 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         requested = extra.pop("layers", None)
+        owner_pid = extra.pop("owner_pid", None)
+        if owner_pid is not None:
+            belong_to(owner_pid)
         self._options = check_options(extra, self.options)
         self._options["shared_storage_path"] = os.path.abspath(self._options["shared_storage_path"])
         if self._options["allow_custom_save_path"]:

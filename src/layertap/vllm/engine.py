@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ class VllmEngine:
             self.llm = vllm.LLM(**arguments)
         except Exception as error:
             _clean_up()
-            if "EAGLE3" in str(error):
+            if delivers and _hands_out_no_states(arguments, error):
                 raise UnsupportedModelError(
                     f"vLLM {vllm.__version__} hands out no hidden states of this model class ({error}); "
                     "use engine='torch'"
@@ -122,14 +122,15 @@ class VllmEngine:
         return len(self._live)
 
     def submit(self, request: VllmRequest) -> None:
-        """Queue a request.
+        """Queue a request whose prompt :meth:`check_prompt` has passed.
 
         Raises:
-            InvalidInputError: its id is in use, or it does not fit the model.
+            InvalidInputError: its id is in use.
             EngineClosedError: nothing will run any more.
         """
         self.check()
-        self._check(request)
+        if request.request_id in self._live:
+            raise InvalidInputError("request_id", request.request_id, "an id that is not in use")
         self._live[request.request_id] = request
         self._inbox.put(lambda: self._add(request))
 
@@ -141,6 +142,24 @@ class VllmEngine:
             raise EngineClosedError(self._failure)
         if self._closed:
             raise EngineClosedError("the engine is closed")
+
+    def check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuse a prompt that does not fit the model.
+
+        Raises:
+            InvalidInputError: it is too long, or has a token that the vocabulary does not.
+        """
+        longest = int(self.model_config.max_model_len)
+        if len(token_ids) + max(1, params.max_tokens) > longest:
+            raise InvalidInputError(
+                "prompt",
+                f"{len(token_ids)} tokens",
+                f"prompt and output of at most {longest} tokens together (max_model_len)",
+            )
+        vocabulary = int(self.model_config.get_vocab_size())
+        for token in token_ids:
+            if not 0 <= token < vocabulary:
+                raise InvalidInputError("prompt_token_ids", token, f"token ids from 0 to {vocabulary - 1}")
 
     def abort(self, request_id: str) -> None:
         """End a request as soon as possible; nothing of it is published unless it was complete."""
@@ -275,22 +294,6 @@ class VllmEngine:
             extra_args=extra,
         )
 
-    def _check(self, request: VllmRequest) -> None:
-        if request.request_id in self._live:
-            raise InvalidInputError("request_id", request.request_id, "an id that is not in use")
-        longest = int(self.model_config.max_model_len)
-        needed = len(request.prompt_token_ids) + max(1, request.params.max_tokens)
-        if needed > longest:
-            raise InvalidInputError(
-                "prompt",
-                f"{len(request.prompt_token_ids)} tokens",
-                f"prompt and output of at most {longest} tokens together (max_model_len)",
-            )
-        vocabulary = int(self.model_config.get_vocab_size())
-        for token in request.prompt_token_ids:
-            if not 0 <= token < vocabulary:
-                raise InvalidInputError("prompt_token_ids", token, f"token ids from 0 to {vocabulary - 1}")
-
     # --- the thread that waits for files -------------------------------------------------------------------
 
     def _deliver(self) -> None:
@@ -334,6 +337,22 @@ class VllmEngine:
                 reason = self._failure or "its writer let go of it, but there is no file"
                 return ExtractionError(request_id, reason)
             time.sleep(_POLL)
+
+
+def _hands_out_no_states(arguments: dict[str, Any], error: Exception) -> bool:
+    """Whether vLLM failed to start because its class for this model has no ``SupportsEagle3``.
+
+    An engine process tells its parent only that it failed, so the class is looked at again.
+    """
+    if "EAGLE3" in str(error):
+        return True
+    if "initialization failed" not in str(error):
+        return False
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    return not supports_eagle3(get_model_cls(EngineArgs(**arguments).create_model_config()))
 
 
 def _clean_up() -> None:

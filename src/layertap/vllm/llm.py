@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import queue
 import shutil
 import tempfile
-import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +16,7 @@ from typing import Any
 
 import torch
 
-from layertap.config import layers_of_speculative_config, nearest
+from layertap.config import EngineConfig, check_names
 from layertap.connectors.transfer_config import KVTransferConfig
 from layertap.errors import InvalidInputError
 from layertap.layers import LayerSpec, ServedLayers
@@ -30,10 +27,8 @@ from layertap.record import HiddenStates
 from layertap.sampling_params import SamplingParams
 from layertap.selection import Selection
 from layertap.sinks.file import check_request_id
-from layertap.vllm.arguments import layer_ids, model_layers, speculative_config, transfer_config
+from layertap.vllm.arguments import CONNECTOR, layer_ids, model_layers, speculative_config, transfer_config
 from layertap.vllm.engine import VllmEngine, VllmRequest
-
-_IDS = "speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids"
 
 
 class VllmLLM(LLM):
@@ -45,25 +40,16 @@ class VllmLLM(LLM):
     fine).
     """
 
-    def __init__(
+    _engine = "vllm"
+
+    def _start(
         self,
         model: str,
-        *,
-        layers: LayerSpec | None = None,
-        speculative_config: Mapping[str, Any] | None = None,
-        kv_transfer_config: Mapping[str, Any] | KVTransferConfig | None = None,
-        engine: str = "vllm",
-        **kwargs: Any,
+        layers: LayerSpec | None,
+        field: str,
+        transfer: KVTransferConfig | None,
+        kwargs: dict[str, Any],
     ) -> None:
-        field = "layers"
-        if speculative_config is not None:
-            if layers is not None:
-                raise InvalidInputError("layers", layers, "None together with speculative_config")
-            layers, field = layers_of_speculative_config(speculative_config), _IDS
-        if kv_transfer_config is not None and layers is None:
-            raise InvalidInputError(
-                "kv_transfer_config", kv_transfer_config, "None without layers to extract"
-            )
         _check_names(kwargs)
         path, total = model_layers(model, bool(kwargs.get("trust_remote_code")), kwargs.get("revision"))
         arguments = {"model": path, "disable_log_stats": True, **kwargs}
@@ -74,13 +60,15 @@ class VllmLLM(LLM):
         if layers is not None:
             ids = layer_ids(layers, total, field)
             served = ServedLayers(ids, total)
-            if kv_transfer_config is None:
+            if transfer is None:
                 folder = tempfile.mkdtemp(prefix="layertap-", dir=_memory_folder())
-                kv_transfer_config = {
-                    "kv_connector": "LayertapConnector",
-                    "kv_connector_extra_config": {"shared_storage_path": folder},
-                }
-            arguments |= _configs(ids, kv_transfer_config)
+                transfer = KVTransferConfig(
+                    CONNECTOR, kv_connector_extra_config={"shared_storage_path": folder}
+                )
+            arguments["speculative_config"] = speculative_config(ids)
+            arguments["kv_transfer_config"] = transfer_config(
+                transfer, ids, record_names=True, owner_pid=os.getpid()
+            )
         _prepare_cpu(arguments)
         try:
             self._vllm = VllmEngine(arguments, served is not None)
@@ -101,10 +89,10 @@ class VllmLLM(LLM):
         self._core = core  # type: ignore[assignment]
         scheduler = self._vllm.llm.llm_engine.vllm_config.scheduler_config
         self.config = SimpleNamespace(  # type: ignore[assignment]
-            max_num_batched_tokens=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs
+            model=config.served_model_name,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
         )
-        self._prefix = uuid.uuid4().hex[:8]
-        self._counter = itertools.count()
 
     def storage_dtype(self, dtype: str = "auto") -> torch.dtype:
         found = self._dtype if dtype == "auto" else getattr(torch, dtype)
@@ -151,6 +139,7 @@ class VllmLLM(LLM):
         done: queue.SimpleQueue[tuple[int, RequestOutput]],
     ) -> VllmCollector:
         self._vllm.check()
+        self._vllm.check_prompt(prompt.token_ids, params)
         if self._core.served is not None:
             check_request_id(name)
             selection = Selection.parse(params.kv_transfer_params, self._served)
@@ -212,31 +201,18 @@ class VllmCollector:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Keyword arguments that vLLM's ``LLM`` takes."""
-
-    known: frozenset[str]
-
-    @classmethod
-    def of_vllm(cls) -> _Names:
-        from vllm.engine.arg_utils import EngineArgs
-
-        return cls(frozenset(f.name for f in dataclasses.fields(EngineArgs)) - {"model"})
-
-
 def _check_names(kwargs: Mapping[str, Any]) -> None:
-    names = _Names.of_vllm().known
-    for key in kwargs:
-        if key not in names:
-            raise InvalidInputError(key, kwargs[key], nearest(key, names))
+    """Refuse what vLLM's ``LLM`` does not take, and first of all what only our own engine does."""
+    from vllm.engine.arg_utils import EngineArgs
 
-
-def _configs(ids: tuple[int, ...], transfer: Mapping[str, Any] | KVTransferConfig) -> dict[str, Any]:
-    return {
-        "speculative_config": speculative_config(ids),
-        "kv_transfer_config": transfer_config(transfer, ids, record_names=True),
-    }
+    known = {f.name for f in dataclasses.fields(EngineArgs)} - {"model"}
+    ours = {f.name for f in dataclasses.fields(EngineConfig)} - known
+    for name in kwargs:
+        if name in ours:
+            raise InvalidInputError(
+                name, kwargs[name], "nothing with engine='vllm': only engine='torch' knows it"
+            )
+    check_names(kwargs, known)
 
 
 def _prepare_cpu(arguments: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from layertap.config import SPECULATIVE_LAYERS
 from layertap.errors import InvalidInputError
 from layertap.layers import ServedLayers, parse_layers
 
@@ -20,7 +21,6 @@ SUPPORTED = "0.26 to 0.32"
 _LOWEST, _ABOVE = (0, 26), (0, 33)
 METHOD = "extract_hidden_states"
 CACHE_LAYER = "cache_only_layers."
-_IDS = "speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids"
 
 
 class UnsupportedVllmError(RuntimeError):
@@ -91,20 +91,24 @@ def served_layers(ids: Any, num_hidden_layers: int, requested: Sequence[int] | N
     """
     allowed = f"distinct integers from 0 to {num_hidden_layers}"
     if not isinstance(ids, list | tuple) or not ids:
-        raise InvalidInputError(_IDS, ids, f"a non-empty list of {allowed}")
+        raise InvalidInputError(SPECULATIVE_LAYERS, ids, f"a non-empty list of {allowed}")
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= num_hidden_layers:
-            raise InvalidInputError(_IDS, i, allowed)
+            raise InvalidInputError(SPECULATIVE_LAYERS, i, allowed)
     if len(set(ids)) != len(ids):
         raise InvalidInputError(
-            _IDS, ids, "each id once; kv_connector_extra_config.layers names the columns, with repetitions"
+            SPECULATIVE_LAYERS,
+            ids,
+            "each id once; kv_connector_extra_config.layers names the columns, with repetitions",
         )
     if requested is None:
         return ServedLayers(tuple(ids), num_hidden_layers)
     name = "kv_connector_extra_config.layers"
     wanted = parse_layers(list(requested), num_hidden_layers, name)
     if set(wanted) != set(ids):
-        raise InvalidInputError(name, requested, f"the ids of {_IDS}, in any order: {sorted(ids)}")
+        raise InvalidInputError(
+            name, requested, f"the ids of {SPECULATIVE_LAYERS}, in any order: {sorted(ids)}"
+        )
     return ServedLayers(wanted, num_hidden_layers)
 
 
