@@ -17,75 +17,75 @@ from layertap.cli import main
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures tiny models on a CPU")
 
 
-def _options(folder: Path, *ways: str, repeat: int = 1) -> GpuOptions:
-    return GpuOptions(
-        ways, repeat, str(folder / "no-python"), threads=1, folder=folder / "work", any_device=True,
-        matmul_size=64,
-    )  # fmt: skip
-
-
-def test_rows_run_over_all_of_the_engines_own_ways(tmp_path: Path) -> None:
-    """One command over rows that share processes: files, memory, extract_only, the server, starts."""
-    (tmp_path / "work").mkdir()
-    rows = [scaled_down(ROWS[letter]) for letter in "ACDEHIK"]
-    own = {way for row in rows for way in row.ways if way.startswith("layertap")}
+def test_rows_run_over_all_of_the_engines_own_ways(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One command over rows that share processes: files, memory, extract_only, the server, starts; without
+    vLLM, whose ways are left out."""
     path = tmp_path / "gpu.json"
-    notes: list[str] = []
-    run_gpu(rows, _options(tmp_path, *sorted(own)), Results(path, "layertap bench"), notes.append)
+    flags = [
+        "--rows",
+        "a,c,d,e,h,i",
+        "--repeat",
+        "1",
+        "--threads",
+        "1",
+        "--output",
+        str(path),
+        "--scale-down",
+    ]
+    assert main(["bench", "--suite", "gpu", *flags, "--vllm-python", str(tmp_path / "no-python")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("missing: no vllm and layertap") == 5
+    assert "vLLM's ways are left out" in captured.err
+    assert captured.err.count(": starting\n") == 7  # A, E and I share one, H has two
     document = json.loads(path.read_text())
     assert document["partial"] == {}
-    ways = {letter: entry["ways"] for letter, entry in document["rows"].items()}
-    assert {letter: list(found) for letter, found in ways.items()} == {
-        row.letter: [way for way in sorted(own) if way in row.ways] for row in rows
-    }
-    for row in rows:
-        for way, outcome in ways[row.letter].items():
+    assert list(document["rows"]) == list("ACDEHI")
+    for letter, entry in document["rows"].items():
+        row = scaled_down(ROWS[letter])
+        assert list(entry["ways"]) == [way for way in row.ways if way.startswith("layertap")]
+        assert list(entry["left_out"]) == [way for way in row.ways if way.startswith("vllm")]
+        assert entry["machine"]["versions"]["torch"]
+        for way, outcome in entry["ways"].items():
             assert "error" not in outcome, outcome
             if row.measure == "rate":
                 assert outcome["tokens_per_second"]["median"] > 0
                 assert outcome["states_bytes"] == row.states_bytes(way)
                 assert 0 < outcome["mfu"] < 1
                 assert len(outcome["runs"]) == 1
-    assert ways["K"]["layertap-memory"]["states_bytes"] == 4 * 3 * 64 * 4  # prompts, layers, hidden, float32
-    empty, filled = ways["H"]["layertap"]["starts"]
+    empty, filled = document["rows"]["H"]["ways"]["layertap"]["starts"]
     assert (empty["caches"], filled["caches"]) == ("empty", "filled")
     assert empty["seconds"] > empty["start_seconds"] > 0
     for letter in "CI":
         (ratio,) = document["rows"][letter]["ratios"]
         assert ratio["ratio"] > 0
-    assert sum(note.endswith(": starting") for note in notes) == 8  # A, E and I share one process
-    assert list((tmp_path / "work").glob("files*")) == []
 
 
 def test_a_way_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    """The row after it, which wanted the same process, gets another one; last-token states among them."""
     (tmp_path / "work").mkdir()
     short = scaled_down(ROWS["A"])
+    last = scaled_down(ROWS["K"])
     long = dataclasses.replace(short, letter="B", prompts=Prompts(1, 600))  # more than the model takes
     results = Results(tmp_path / "gpu.json", "layertap bench")
     notes: list[str] = []
-    run_gpu([long, short], _options(tmp_path, "layertap", "transformers"), results, notes.append)
+    options = GpuOptions(
+        ("layertap", "layertap-memory", "transformers"), 1, threads=1, folder=tmp_path / "work",
+        any_device=True, matmul_size=64,
+    )  # fmt: skip
+    run_gpu([long, short, last], options, results, notes.append)
     found = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert "600" in found["B"]["ways"]["layertap"]["error"]
+    assert "max_model_len" in found["B"]["ways"]["layertap"]["causes"][0]
+    assert "Traceback" in (tmp_path / "gpu-B-layertap.log").read_text()
     assert found["A"]["ways"]["layertap"]["tokens_per_second"]["median"] > 0
     assert found["A"]["ways"]["transformers"]["states_bytes"] == short.states_bytes("transformers")
     assert found["A"]["ratios"][-1]["ratio"] > 0
+    assert (
+        found["K"]["ways"]["layertap-memory"]["states_bytes"] == 4 * 3 * 64 * 4
+    )  # of 4 prompts' last tokens
+    assert list((tmp_path / "work").glob("files*")) == []
     assert any("failed" in note for note in notes)
-
-
-def test_vllm_is_left_out_where_it_cannot_be_imported_and_the_table_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "gpu.json"
-    arguments = ["--rows", "a", "--repeat", "1", "--threads", "1", "--output", str(output), "--scale-down"]
-    nowhere = str(tmp_path / "no-python")
-    assert main(["bench", "--suite", "gpu", *arguments, "--vllm-python", nowhere]) == 0
-    captured = capsys.readouterr()
-    assert "missing: " in captured.out
-    assert "vLLM's ways are left out" in captured.err
-    entry = json.loads(output.read_text())["rows"]["A"]
-    assert list(entry["ways"]) == ["layertap"]
-    assert list(entry["left_out"]) == ["vllm-no-extraction", "vllm-connector"]
-    assert entry["machine"]["versions"]["torch"]
 
 
 def test_a_time_limit_ends_it_between_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from layertap.errors import LayertapError
 
 _TAIL = 800
 _GROUP_SECONDS = 20.0
+_LOOK_SECONDS = 0.5
+_ERROR = re.compile(r"\b\w*(Error|Exception)\b: .*")
 
 
 class PeerFailedError(LayertapError, RuntimeError):
@@ -56,6 +59,7 @@ class JsonProcess:
             start_new_session=True,
         )
         self._answer = b""
+        self._owes = False
 
     def ask(self, **question: Any) -> None:
         """Send one line.
@@ -64,6 +68,7 @@ class JsonProcess:
             PeerFailedError: it has ended; with the end of what it printed.
         """
         assert self._process.stdin is not None
+        self._owes = True
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
@@ -93,8 +98,11 @@ class JsonProcess:
             now = time.monotonic()
             if now >= deadline:
                 raise OutOfTimeError(f"{self.name} was stopped after {now - begun:.0f} s without an answer")
-            pause = min(deadline - now, begun + (told + 1) * every - now)
+            ended = self._process.poll() is not None
+            pause = min(deadline - now, begun + (told + 1) * every - now, _LOOK_SECONDS)
             if not select.select([self._process.stdout], [], [], max(0.0, pause))[0]:
+                if ended:  # what it has started may hold its output open
+                    raise self._ended()
                 if time.monotonic() >= begun + (told + 1) * every:
                     told += 1
                     waiting(time.monotonic() - begun)
@@ -104,6 +112,7 @@ class JsonProcess:
                 raise self._ended()
             self._answer += data
         line, _, self._answer = self._answer.partition(b"\n")
+        self._owes = False
         result = json.loads(line)
         assert isinstance(result, dict)
         return result
@@ -116,14 +125,22 @@ class JsonProcess:
         """The last characters that it printed on standard error."""
         return self.log.read_text(errors="replace")[-most:]
 
+    def causes(self, most: int = 4) -> list[str]:
+        """The first lines that name an error: what an engine says before its other processes say that it has
+        ended."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        found = (match[0][:300] for line in lines if (match := _ERROR.search(line)))
+        return list(dict.fromkeys(found))[:most]
+
     def close(self, patience: float = 30.0) -> None:
-        """End it: by the end of its input, by force after ``patience`` seconds; and whatever it started."""
+        """End it, and whatever it started: by the end of its input, and by force after ``patience`` seconds,
+        or at once if it still owes an answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience)
+            self._process.wait(0 if self._owes else patience)
         deadline = time.monotonic() + _GROUP_SECONDS
         while (left := _group(self._process.pid)) and time.monotonic() < deadline:
             for pid in left:

@@ -71,7 +71,7 @@ def _print_table(document: dict[str, object], letters: list[str]) -> None:
         shown.add_row(*line)
     out = Console()
     if not out.is_terminal:  # a file or a pipe is as wide as the table
-        out = Console(width=220)
+        out = Console(width=400)
     out.print(shown)
 
 

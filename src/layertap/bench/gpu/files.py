@@ -69,4 +69,4 @@ def first_written(paths: Sequence[str]) -> float:
 def clear(folder: Path) -> None:
     """Remove a run's records and what lies beside them."""
     for path in folder.iterdir():
-        path.unlink()
+        path.unlink(missing_ok=True)

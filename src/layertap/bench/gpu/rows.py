@@ -272,7 +272,7 @@ def scaled_down(row: Row, most_prompts: int = 4) -> Row:
     total = row.shape.num_hidden_layers
     shape = ModelShape(
         f"tiny-{row.shape.name}", 64, 4, 4, 2, 96, row.shape.tie_word_embeddings,
-        head_dim=16, vocab_size=512, max_position_embeddings=512, dtype="float32",
+        head_dim=32, vocab_size=512, max_position_embeddings=512, dtype="float32",
     )  # fmt: skip
     scaled = tuple(dict.fromkeys(round(k * 4 / total) for k in row.layer_ids))
     prompts = row.prompts

@@ -159,16 +159,24 @@ class _Suite:
             for row in rows:
                 failing = [row]  # later ones get another process
                 self._run_row(worker, row, engine, ready)
-        except PeerFailedError as error:
-            self.note(f"{name}: failed\n{error}")
+        except PeerFailedError:
             for row in failing:
                 self._record_failure(worker, row, engine)
         finally:
             self._end(worker)
 
     def _record_failure(self, worker: JsonProcess, row: Row, engine: Engine) -> None:
+        """Keep what the process said: its end in the result, all of it in a file beside."""
+        causes = worker.causes()
+        self.note(f"{row.letter} {engine.way}: failed\n" + "\n".join(causes or [worker.tail()]))
+        if self.results.path is not None:
+            log = self.results.path.with_name(f"{self.results.path.stem}-{row.letter}-{engine.way}.log")
+            log.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(worker.log, log)
+            self.note(f"{row.letter} {engine.way}: all that it said is in {log}")
         known = self.results.outcome(row, engine.way) or {"engine": dataclasses.asdict(engine)}
-        self.results.record(row, engine.way, {**known, "error": worker.tail(_ERROR_CHARACTERS)})
+        error = {"causes": causes, "error": worker.tail(_ERROR_CHARACTERS)}
+        self.results.record(row, engine.way, {**known, **error})
 
     def _run_row(self, worker: JsonProcess, row: Row, engine: Engine, ready: Mapping[str, Any]) -> None:
         way = engine.way
@@ -230,8 +238,7 @@ class _Suite:
                     ready = self._start(worker, name, engine, [row])
                     answer = self._ask(worker, name, "first files", task)
                     seconds = answer["first_at"] - worker.started
-                except PeerFailedError as error:
-                    self.note(f"{name}: failed\n{error}")
+                except PeerFailedError:
                     self._record_failure(worker, row, engine)
                     return
                 finally:
