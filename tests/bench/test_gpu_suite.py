@@ -44,7 +44,7 @@ def test_rows_run_over_all_of_the_engines_own_ways(
     assert list(document["rows"]) == list("ACDEHI")
     for letter, entry in document["rows"].items():
         row = scaled_down(ROWS[letter])
-        assert list(entry["ways"]) == [way for way in row.ways if way.startswith("layertap")]
+        assert set(entry["ways"]) == {way for way in row.ways if way.startswith("layertap")}
         assert list(entry["left_out"]) == [way for way in row.ways if way.startswith("vllm")]
         assert entry["machine"]["versions"]["torch"]
         for way, outcome in entry["ways"].items():
