@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import tempfile
@@ -124,6 +125,52 @@ def _parse(data: bytes) -> HiddenStates:
         return read_record(file.name)
 
 
+class _Window:
+    """The requests under way of one ``extract``, oldest first; leaving it cancels those that have not begun.
+
+    Args:
+        client: submits them, and says how many may be under way.
+        options: of every request.
+        on_error: ``"raise"``, or ``"return"`` a request's error in the place of its states.
+    """
+
+    def __init__(self, client: _Extractor, options: dict[str, Any], on_error: OnError) -> None:
+        self._client = client
+        self._options = options
+        self._on_error = on_error
+        self._pending: deque[Future[HiddenStates]] = deque()
+
+    def submit(self, prompt: Any) -> None:
+        self._pending.append(self._client._submit(prompt, self._options))
+
+    @property
+    def full(self) -> bool:
+        return len(self._pending) >= self._client._ahead
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def oldest(self) -> Future[HiddenStates]:
+        """The request whose states are due next; no longer under way for the window."""
+        return self._pending.popleft()
+
+    def take(self, future: Future[HiddenStates]) -> HiddenStates:
+        """A request's states, waiting for them if need be."""
+        try:
+            return future.result()
+        except LayertapError as error:
+            if self._on_error == "raise":
+                raise
+            return error  # type: ignore[return-value]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for future in self._pending:
+            future.cancel()
+
+
 def _options(
     layers: Any, tokens: Any, dtype: str, include_output_tokens: bool, max_tokens: int
 ) -> dict[str, Any]:
@@ -170,22 +217,16 @@ class Client(_Extractor):
         """
         options = _options(layers, tokens, dtype, include_output_tokens, max_tokens)
         items: Iterable[Any] = [prompts] if is_single(prompts) else prompts
-        return self._extract(iter(items), options, on_error)
+        return self._extract(iter(items), _Window(self, options, on_error))
 
-    def _extract(
-        self, items: Iterator[Any], options: dict[str, Any], on_error: OnError
-    ) -> Iterator[HiddenStates]:
-        pending: deque[Future[HiddenStates]] = deque()
-        try:
+    def _extract(self, items: Iterator[Any], window: _Window) -> Iterator[HiddenStates]:
+        with window:
             for item in items:
-                pending.append(self._submit(item, options))
-                if len(pending) >= self._ahead:
-                    yield _result(pending.popleft(), on_error)
-            while pending:
-                yield _result(pending.popleft(), on_error)
-        finally:
-            for future in pending:
-                future.cancel()
+                window.submit(item)
+                if window.full:
+                    yield window.take(window.oldest())
+            while window:
+                yield window.take(window.oldest())
 
     def close(self) -> None:
         """End the threads and connections."""
@@ -196,15 +237,6 @@ class Client(_Extractor):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _result(future: Future[HiddenStates], on_error: OnError) -> HiddenStates:
-    try:
-        return future.result()
-    except LayertapError as error:
-        if on_error == "raise":
-            raise
-        return error  # type: ignore[return-value]
 
 
 class AsyncClient(_Extractor):
@@ -227,17 +259,13 @@ class AsyncClient(_Extractor):
     ) -> AsyncIterator[HiddenStates]:
         """As :meth:`Client.extract`; ``prompts`` may also be an asynchronous iterator."""
         options = _options(layers, tokens, dtype, include_output_tokens, max_tokens)
-        pending: deque[asyncio.Future[HiddenStates]] = deque()
-        try:
+        with _Window(self, options, on_error) as window:
             async for item in _items(prompts):
-                pending.append(asyncio.wrap_future(self._submit(item, options)))
-                if len(pending) >= self._ahead:
-                    yield await _aresult(pending.popleft(), on_error)
-            while pending:
-                yield await _aresult(pending.popleft(), on_error)
-        finally:
-            for future in pending:
-                future.cancel()
+                window.submit(item)
+                if window.full:
+                    yield window.take(await _ended(window.oldest()))
+            while window:
+                yield window.take(await _ended(window.oldest()))
 
     async def close(self) -> None:
         """End the threads and connections."""
@@ -250,13 +278,11 @@ class AsyncClient(_Extractor):
         await self.close()
 
 
-async def _aresult(future: asyncio.Future[HiddenStates], on_error: OnError) -> HiddenStates:
-    try:
-        return await future
-    except LayertapError as error:
-        if on_error == "raise":
-            raise
-        return error  # type: ignore[return-value]
+async def _ended(future: Future[HiddenStates]) -> Future[HiddenStates]:
+    """Wait for a request without holding up the event loop; how it ended is told by the future itself."""
+    with contextlib.suppress(LayertapError):
+        await asyncio.wrap_future(future)
+    return future
 
 
 async def _items(prompts: Any) -> AsyncIterator[Any]:

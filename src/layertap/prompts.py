@@ -98,7 +98,7 @@ class PromptTokenizer:
     def _text(self, text: Any, field: str) -> TokenizedPrompt:
         if not isinstance(text, str):
             raise InvalidInputError(field, text, "a string")
-        ids = list(self._need(field, text)(_valid(text, field))["input_ids"])
+        ids = list(self._need(field, text)(check_text(text, field))["input_ids"])
         if not ids:
             raise InvalidInputError(field, text, "a text of at least one token")
         return TokenizedPrompt(text, ids)
@@ -132,7 +132,7 @@ class PromptTokenizer:
         except Exception as e:
             raise InvalidInputError(field, messages, f"messages that the chat template takes ({e})") from e
         # The template has written the special tokens, BOS among them; the tokenizer must not add its own.
-        ids = list(tokenizer(_valid(str(text), field), add_special_tokens=False)["input_ids"])
+        ids = list(tokenizer(check_text(str(text), field), add_special_tokens=False)["input_ids"])
         return TokenizedPrompt(str(text), ids)
 
     def chat(self, messages: Any, field: str = "messages", **template: Any) -> TokenizedPrompt:
@@ -147,13 +147,18 @@ class PromptTokenizer:
         return self._chat(messages, field, **template)
 
 
-def _valid(text: str, field: str) -> str:
-    """Text that a tokenizer can take: half a surrogate pair, from a broken escape or bytes that are no UTF-8,
-    is none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise InvalidInputError(
-            field, text, f"valid Unicode text (position {e.start} holds half a character)"
-        ) from None
+def check_text(text: str, field: str) -> str:
+    """The text, if a tokenizer can take it: half a surrogate pair, from a broken escape or bytes that are no
+    UTF-8, is none.
+
+    Raises:
+        InvalidInputError: it holds half a surrogate pair.
+    """
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise InvalidInputError(
+                field, text, f"valid Unicode text (position {e.start} holds half a character)"
+            ) from None
     return text

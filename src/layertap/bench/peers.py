@@ -13,14 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from layertap.bench.process import JsonProcess, PeerFailedError
 from layertap.bench.workload import Workload
-from layertap.errors import LayertapError
 
 VLLM_PEERS = {"vllm-no-extraction": "base", "vllm": "extract"}
-
-
-class PeerFailedError(LayertapError, RuntimeError):
-    """A peer's process ended before it answered."""
 
 
 @dataclass(slots=True)
@@ -63,49 +59,17 @@ def environment(threads: int | None) -> dict[str, str]:
     return env
 
 
-class Worker:
+class Worker(JsonProcess):
     """A running :mod:`layertap.bench.worker`."""
 
     def __init__(self, mode: str, workload: Path, output: Path, log: Path, env: dict[str, str]) -> None:
-        self.mode = mode
-        self._log_path = log
-        self._log = log.open("w")
         command = [sys.executable, "-m", "layertap.bench.worker", mode, str(workload), str(output)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=env
-        )
-
-    def answer(self) -> dict[str, Any]:
-        """The next line of the worker.
-
-        Raises:
-            PeerFailedError: with the end of what it printed.
-        """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            tail = self._log_path.read_text()[-800:]
-            raise PeerFailedError(f"the benchmark's process for {self.mode} has ended:\n{tail}")
-        result = json.loads(line)
-        assert isinstance(result, dict)
-        return result
+        super().__init__(mode, command, log, env)
+        self.start_seconds: float | None = None
 
     def run(self) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write("run\n")
-        self._process.stdin.flush()
+        self.ask(run=True)
         return self.answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
 
 
 @contextmanager
@@ -116,7 +80,7 @@ def _workers(
     try:
         for mode in modes:
             workers.append(Worker(mode, workload, folder / mode, folder / f"{mode}.log", env))
-            workers[-1].ready = workers[-1].answer()  # type: ignore[attr-defined]
+            workers[-1].start_seconds = workers[-1].answer()["start_seconds"]
         yield workers
     finally:
         for worker in workers:
@@ -149,14 +113,14 @@ def run_peers(
     own = [mode for mode in modes if mode not in VLLM_PEERS]
     with _workers(own, path, folder, env) as workers:
         for worker in workers:
-            results[worker.mode].start_seconds = worker.ready["start_seconds"]  # type: ignore[attr-defined]
-            note(f"{worker.mode}: warming up")
+            results[worker.name].start_seconds = worker.start_seconds
+            note(f"{worker.name}: warming up")
             worker.run()
         for turn in range(repeat):
             for worker in workers:
                 result = worker.run()
-                results[worker.mode].runs.append(result)
-                note(f"{worker.mode}: run {turn + 1} of {repeat}, {total / result['seconds']:,.0f} tokens/s")
+                results[worker.name].runs.append(result)
+                note(f"{worker.name}: run {turn + 1} of {repeat}, {total / result['seconds']:,.0f} tokens/s")
     wanted = [mode for mode in modes if mode in VLLM_PEERS]
     if wanted:
         assert vllm_python is not None
@@ -216,10 +180,12 @@ def _run_vllm(
             note(f"{mode}: {workload.num_tokens / run['seconds']:,.0f} tokens/s")
 
 
-def has_vllm(python: str) -> bool:
-    """Whether this Python can import vLLM (asked without importing it)."""
-    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+def missing_modules(python: str, names: Sequence[str]) -> list[str]:
+    """Which of these modules a Python cannot import (asked without importing them); all, if there is no such
+    Python."""
+    probe = "import importlib.util, sys\nfor n in sys.argv[1:]: importlib.util.find_spec(n) or print(n)"
     try:
-        return subprocess.run([python, "-c", probe], check=False).returncode == 0
+        done = subprocess.run([python, "-c", probe, *names], stdout=subprocess.PIPE, text=True, check=False)
     except OSError:
-        return False
+        return list(names)
+    return done.stdout.split() if done.returncode == 0 else list(names)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from layertap.bench.machine import describe_machine
-from layertap.bench.peers import VLLM_PEERS, PeerResult, has_vllm, run_peers
+from layertap.bench.peers import VLLM_PEERS, PeerResult, missing_modules, run_peers
 from layertap.bench.worker import MODES
 from layertap.bench.workload import Workload
 from layertap.errors import InvalidInputError
@@ -51,7 +51,7 @@ def base_workload(model: str, **changes: Any) -> Workload:
 def run_cpu(workload: Workload, options: BenchOptions, note: Note) -> dict[str, Any]:
     """All peers over the same prompts."""
     peers = list(options.peers)
-    if any(p in VLLM_PEERS for p in peers) and not has_vllm(options.vllm_python):
+    if any(p in VLLM_PEERS for p in peers) and missing_modules(options.vllm_python, ["vllm"]):
         note(f"vllm is left out: {options.vllm_python} cannot import it (--vllm-python names one that can)")
         peers = [p for p in peers if p not in VLLM_PEERS]
     results = _measure(workload, peers, options, note)

@@ -13,7 +13,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,45 +69,63 @@ def _exists(params: dict[str, Any] | None) -> bool:
 def transformers_engine(workload: Workload, output: Path, batch: int) -> Run:
     """transformers with ``output_hidden_states=True``, padded batches, one file for each prompt."""
     import torch
-    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, workload.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(workload.model, dtype=dtype).to(device).eval()
     prompts = workload.prompts
+    paths = [str(output / f"{i}.safetensors") for i in range(len(prompts))]
 
     def run() -> dict[str, Any]:
         start = time.monotonic()
         first = None
-        with torch.inference_mode():
-            for begin in range(0, len(prompts), batch):
-                group = prompts[begin : begin + batch]
-                width = max(map(len, group))
-                ids = torch.zeros(len(group), width, dtype=torch.long)
-                mask = torch.zeros_like(ids)
-                for row, prompt in enumerate(group):
-                    ids[row, : len(prompt)] = torch.tensor(prompt)
-                    mask[row, : len(prompt)] = 1
-                out = model(
-                    input_ids=ids.to(device),
-                    attention_mask=None if batch == 1 else mask.to(device),
-                    output_hidden_states=True,
-                    use_cache=False,
-                    logits_to_keep=1,
-                )
-                states = torch.stack([out.hidden_states[k] for k in workload.layers], dim=2).cpu()
-                for row, prompt in enumerate(group):
-                    record = {
-                        "hidden_states": states[row, : len(prompt)].contiguous(),
-                        "token_ids": torch.tensor(prompt),
-                    }
-                    save_file(record, output / f"{begin + row}.safetensors")
-                    if first is None:
-                        first = time.monotonic() - start
+        for _ in padded_batches(model, prompts, workload.layers, paths, batch):
+            if first is None:
+                first = time.monotonic() - start
         return {"seconds": time.monotonic() - start, "first_file_seconds": first}
 
     return run
+
+
+def padded_batches(
+    model: Any, prompts: Sequence[Sequence[int]], layers: Sequence[int], paths: Sequence[str], batch: int
+) -> Iterator[str]:
+    """Run transformers over the prompts in padded batches.
+
+    Args:
+        batch: prompts in one forward.
+
+    Yields:
+        Each prompt's path when its file is written.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    for begin in range(0, len(prompts), batch):
+        group = prompts[begin : begin + batch]
+        width = max(map(len, group))
+        ids = torch.zeros(len(group), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(group):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+            mask[row, : len(prompt)] = 1
+        with torch.inference_mode():
+            out = model(
+                input_ids=ids.to(model.device),
+                attention_mask=None if batch == 1 else mask.to(model.device),
+                output_hidden_states=True,
+                use_cache=False,
+                logits_to_keep=1,
+            )
+            states = torch.stack([out.hidden_states[k] for k in layers], dim=2).cpu()
+        for row, prompt in enumerate(group):
+            record = {
+                "hidden_states": states[row, : len(prompt)].contiguous(),
+                "token_ids": torch.tensor(prompt),
+            }
+            save_file(record, paths[begin + row])
+            yield paths[begin + row]
 
 
 MODES: dict[str, Callable[[Workload, Path], Run]] = {

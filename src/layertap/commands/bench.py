@@ -10,14 +10,34 @@ from typing import Annotated
 
 import typer
 
+_OF_ROWS = (
+    "model", "layers", "num_prompts", "min_tokens", "max_tokens", "dtype", "token_budget", "compiled",
+)  # fmt: skip
+"""What the gpu suite's rows say, and no flag."""
+_OF_GPU = ("rows", "time_limit", "scale_down")
+
 
 def bench(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="Model to measure with: a folder, a hub id or 'smollm2'.")
     ] = "smollm2",
     suite: Annotated[
-        str, typer.Option(help="cpu: all peers; prefix: prefix caching; memory: few against many prompts.")
+        str,
+        typer.Option(
+            help="cpu: all peers; prefix: prefix caching; memory: few against many prompts; "
+            "gpu: the rows of a table, each against what it has to keep up with."
+        ),
     ] = "cpu",
+    rows: Annotated[
+        str | None, typer.Option(help="gpu: rows to measure, such as A,B; default: all.", metavar="LETTERS")
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="gpu: seconds after which it ends, with what was measured.", min=1, metavar="SECONDS"
+        ),
+    ] = None,
     layers: Annotated[str, typer.Option(help="Layers to extract: ids, 'all' or 'eagle3'.")] = "3,15,27,30",
     peers: Annotated[
         str | None, typer.Option(help="Which ways to measure, separated by commas; default: all.")
@@ -41,14 +61,26 @@ def bench(
     vllm_python: Annotated[
         str | None, typer.Option(help="The Python that has vLLM, if it is not this one.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write the result as JSON to this file; gpu: row by row, into what it holds."),
+    ] = None,
     output_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    scale_down: Annotated[
+        bool, typer.Option("--scale-down", hidden=True, help="gpu: tiny models and few prompts.")
+    ] = False,
 ) -> None:
     """Measure tokens/s, time to the first file and peak memory, side by side with transformers and vLLM.
 
     Each way has a process of its own and runs the same random prompts in turns. The workload is stated with
     the result, so that anyone can repeat it.
     """
+    from layertap.commands.bench_gpu import SUITE, bench_gpu
+
+    _refuse(context, _OF_ROWS if suite == SUITE else _OF_GPU, suite)
+    if suite == SUITE:
+        bench_gpu(rows, peers, repeat, time_limit, threads, vllm_python, output, output_format, scale_down)
+        return
     from rich.console import Console
     from rich.table import Table
 
@@ -59,7 +91,7 @@ def bench(
     from layertap.errors import InvalidInputError
 
     if suite not in SUITES:
-        raise InvalidInputError("--suite", suite, nearest(suite, SUITES))
+        raise InvalidInputError("--suite", suite, nearest(suite, (*SUITES, SUITE)))
     chosen = tuple(peers.split(",")) if peers else PEERS
     for name in chosen:
         if name not in PEERS:
@@ -97,3 +129,18 @@ def bench(
     if not out.is_terminal:  # a file or a pipe is as wide as the table
         out = Console(width=140)
     out.print(table)
+
+
+def _refuse(context: typer.Context, names: tuple[str, ...], suite: str) -> None:
+    """Refuse options that a suite would not heed.
+
+    Raises:
+        InvalidInputError: one of them was given.
+    """
+    from layertap.errors import InvalidInputError
+
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in names and source is not None and source.name == "COMMANDLINE":
+            flag = parameter.opts[0] if parameter.opts[0].startswith("-") else "MODEL"
+            raise InvalidInputError(flag, context.params[parameter.name], f"nothing with --suite {suite}")

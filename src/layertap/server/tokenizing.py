@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from layertap.errors import InvalidInputError
-from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_list
+from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_list, check_text
 from layertap.server.requests import ChatRequest, TokenizeRequest
 
 T = TypeVar("T")
@@ -60,10 +60,9 @@ class Tokenizing:
         raise InvalidInputError(field, item, "a text or a list of token ids")
 
     def _text(self, text: str, field: str, add_special_tokens: bool) -> TokenizedPrompt:
-        check_text(text, field)
         if add_special_tokens:
             return self._prompts(text, field)
-        ids = self._need(field)(text, add_special_tokens=False)["input_ids"]
+        ids = self._need(field)(check_text(text, field), add_special_tokens=False)["input_ids"]
         if not ids:
             raise InvalidInputError(field, text, "a text of at least one token")
         return TokenizedPrompt(text, list(ids))
@@ -163,19 +162,6 @@ def _prompt_list(prompt: Any) -> list[Any]:
     if len(prompt) > MAX_PROMPTS:
         raise InvalidInputError("prompt", f"{len(prompt)} prompts", f"at most {MAX_PROMPTS} in one call")
     return as_list(prompt)
-
-
-def check_text(text: str, field: str) -> None:
-    """Raises:
-    InvalidInputError: half of a surrogate pair, which JSON can hold and UTF-8 cannot.
-    """
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise InvalidInputError(
-                field, f"character {e.start} is {text[e.start]!r}", "Unicode text"
-            ) from None
 
 
 def truncate(

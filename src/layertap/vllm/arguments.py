@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,3 +83,18 @@ def model_layers(model: str, trust_remote_code: bool = False, revision: str | No
     source = prepare_source(model)
     config = EngineConfig(model, trust_remote_code=trust_remote_code, revision=revision)
     return source.path, num_hidden_layers(load_config(source, config))
+
+
+def prepare_cpu(arguments: dict[str, Any]) -> None:
+    """What vLLM's CPU build wants, unless the user has said otherwise."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    arguments.setdefault("enforce_eager", True)
+    arguments.setdefault("gpu_memory_utilization", 0.3)
+    arguments.setdefault("kv_cache_memory_bytes", 1 << 30)
+    size = int(arguments.get("tensor_parallel_size", 1))
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))  # else vLLM takes one thread

@@ -27,7 +27,14 @@ from layertap.record import HiddenStates
 from layertap.sampling_params import SamplingParams
 from layertap.selection import Selection
 from layertap.sinks.file import check_request_id
-from layertap.vllm.arguments import CONNECTOR, layer_ids, model_layers, speculative_config, transfer_config
+from layertap.vllm.arguments import (
+    CONNECTOR,
+    layer_ids,
+    model_layers,
+    prepare_cpu,
+    speculative_config,
+    transfer_config,
+)
 from layertap.vllm.engine import VllmEngine, VllmRequest
 
 
@@ -69,7 +76,7 @@ class VllmLLM(LLM):
             arguments["kv_transfer_config"] = transfer_config(
                 transfer, ids, record_names=True, owner_pid=os.getpid()
             )
-        _prepare_cpu(arguments)
+        prepare_cpu(arguments)
         try:
             self._vllm = VllmEngine(arguments, served is not None)
         except BaseException:
@@ -213,21 +220,6 @@ def _check_names(kwargs: Mapping[str, Any]) -> None:
                 name, kwargs[name], "nothing with engine='vllm': only engine='torch' knows it"
             )
     check_names(kwargs, known)
-
-
-def _prepare_cpu(arguments: dict[str, Any]) -> None:
-    """What vLLM's CPU build wants, unless the user has said otherwise."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    arguments.setdefault("enforce_eager", True)
-    arguments.setdefault("gpu_memory_utilization", 0.3)
-    arguments.setdefault("kv_cache_memory_bytes", 1 << 30)
-    size = int(arguments.get("tensor_parallel_size", 1))
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))  # else vLLM takes one thread
 
 
 def _memory_folder() -> str | None:
