@@ -41,7 +41,7 @@ demo: $(INSTALLED)
 	$(BIN)/python scripts/demo.py
 
 lint: $(INSTALLED)
-	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff check src tests scripts benchmarks
 	$(BIN)/mypy
 
 test: lint test-torch test-vllm
