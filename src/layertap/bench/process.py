@@ -141,11 +141,17 @@ class JsonProcess:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(0 if self._owes else patience)
-        except subprocess.TimeoutExpired:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0 if self._owes else patience)
+        finally:
             self._process.kill()
             self._process.wait()
-        # Its children see that it is gone and tidy up, shared memory above all; what stays is ended.
+            self._end_children()
+            self._process.stdout.close()
+            self._log.close()
+
+    def _end_children(self) -> None:
+        """They see that it is gone and tidy up, shared memory above all; what stays is ended."""
         gone = time.monotonic() + _GRACE_SECONDS
         while (left := _group(self._process.pid)) and time.monotonic() < gone + _GROUP_SECONDS:
             if time.monotonic() > gone:
@@ -153,8 +159,6 @@ class JsonProcess:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
-        self._process.stdout.close()
-        self._log.close()
 
 
 def _group(group: int) -> list[int]:
