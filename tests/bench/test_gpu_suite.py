@@ -37,6 +37,8 @@ def test_rows_run_over_all_of_the_engines_own_ways(
     assert main(["bench", "--suite", "gpu", *flags, "--vllm-python", str(tmp_path / "no-python")]) == 0
     captured = capsys.readouterr()
     assert captured.out.count("missing: no vllm and layertap") == 5
+    assert "D: extract_only runs the layers below" in captured.out
+    assert "TFLOP/s in a 256 x 256 x 256 matrix product" in captured.out
     assert "vLLM's ways are left out" in captured.err
     assert captured.err.count(": starting\n") == 7  # A, E and I share one, H has two
     document = json.loads(path.read_text())

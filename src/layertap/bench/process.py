@@ -21,6 +21,7 @@ from typing import Any
 from layertap.errors import LayertapError
 
 _TAIL = 800
+_GRACE_SECONDS = 4.0
 _GROUP_SECONDS = 20.0
 _LOOK_SECONDS = 0.5
 _ERROR = re.compile(r"\b\w*(Error|Exception)\b: .*")
@@ -139,18 +140,25 @@ class JsonProcess:
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0 if self._owes else patience)
-        deadline = time.monotonic() + _GROUP_SECONDS
-        while (left := _group(self._process.pid)) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._process.poll()
-            time.sleep(0.02)
-        self._process.wait()
-        self._process.stdout.close()
-        self._log.close()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0 if self._owes else patience)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._end_children()
+            self._process.stdout.close()
+            self._log.close()
+
+    def _end_children(self) -> None:
+        """They see that it is gone and tidy up, shared memory above all; what stays is ended."""
+        gone = time.monotonic() + _GRACE_SECONDS
+        while (left := _group(self._process.pid)) and time.monotonic() < gone + _GROUP_SECONDS:
+            if time.monotonic() > gone:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
 
 
 def _group(group: int) -> list[int]:

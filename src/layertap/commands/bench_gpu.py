@@ -73,6 +73,8 @@ def _print_table(document: dict[str, object], letters: list[str]) -> None:
     if not out.is_terminal:  # a file or a pipe is as wide as the table
         out = Console(width=400)
     out.print(shown)
+    for text in table.notes(document, letters):
+        out.print(text, highlight=False)
 
 
 @contextmanager

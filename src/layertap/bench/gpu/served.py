@@ -56,6 +56,7 @@ def served(start: Start) -> Way:
         server_command(start), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     address = _address(server)
+    _wait_until_healthy(server, address)
     local = threading.local()
 
     def send(body: bytes) -> str:
@@ -104,3 +105,19 @@ def _address(server: subprocess.Popen[str]) -> tuple[str, int]:
             assert parts.port is not None
             return parts.hostname, parts.port
     raise RuntimeError(f"the server ended with status {server.wait()} before it listened")
+
+
+def _wait_until_healthy(server: subprocess.Popen[str], address: tuple[str, int]) -> None:
+    """Return when the server answers; it says where it will listen a moment before it does."""
+    while server.poll() is None:
+        connection = http.client.HTTPConnection(*address, timeout=_TIMEOUT)
+        try:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        except ConnectionRefusedError:
+            pass
+        finally:
+            connection.close()
+        time.sleep(0.02)
+    raise RuntimeError(f"the server ended with status {server.wait()} before it answered")

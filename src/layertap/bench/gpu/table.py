@@ -64,6 +64,28 @@ def _spread(outcome: Mapping[str, Any]) -> str:
     return "caches empty, filled" if outcome.get("starts") else ""
 
 
+def notes(document: Mapping[str, Any], letters: Sequence[str]) -> list[str]:
+    """What belongs under the table: on what it was measured and how, and what to know of a row."""
+    entries = [(letter, document["rows"][letter]) for letter in letters if letter in document["rows"]]
+    found = dict.fromkeys(_machine(entry) for _, entry in entries)
+    if entries:
+        found[document["order"]] = None
+    return [
+        *found,
+        *(f"{letter}: {note}" for letter, entry in entries if (note := entry["workload"]["note"])),
+    ]
+
+
+def _machine(entry: Mapping[str, Any]) -> str:
+    machine, peak = entry["machine"], entry["peak"]
+    size = peak["matmul_size"]
+    text = f"{machine.get('gpu') or machine['cpu']}: {peak['matmul_flops_per_second'] / 1e12:,.1f} TFLOP/s "
+    text += f"in a {size} x {size} x {size} matrix product"
+    if peak["copy_bytes_per_second"]:
+        text += f", {peak['copy_bytes_per_second'] / 1e9:.1f} GB/s from the GPU to page-locked memory"
+    return text
+
+
 def markdown(document: Mapping[str, Any]) -> str:
     """The table of everything in a result file, in Markdown."""
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
