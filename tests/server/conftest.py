@@ -166,12 +166,9 @@ class Command:
                     self.url = line.split(" on ")[1].split(",")[0]
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
-            if self.url:
-                try:
-                    if httpx.get(self.url + "/health").status_code == 200:
-                        return self
-                except httpx.TransportError:
-                    pass
+            if self.url:  # what has been announced is there
+                assert httpx.get(self.url + "/health").status_code == 200
+                return self
             time.sleep(0.1)
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:

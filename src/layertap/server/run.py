@@ -9,7 +9,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,10 +134,16 @@ def _template(given: str) -> str:
 class _Server(uvicorn.Server):  # type: ignore[misc]
     """Ends with status 0 on SIGTERM and SIGINT, and by itself when the engine has died."""
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine) -> None:
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, announce: Callable[[], None]) -> None:
         super().__init__(config)
         self._engine = engine
+        self._announce = announce
         self.engine_died = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._announce()  # it listens: who connects now is answered
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -195,8 +201,7 @@ def serve(args: argparse.Namespace) -> int:
         ssl_certfile=args.ssl_certfile,
         lifespan="on",
     )
-    server = _Server(config, service.engine)
-    _announce(args, service, bound)
+    server = _Server(config, service.engine, lambda: _announce(args, service, bound))
     asyncio.run(server.serve([bound]))
     if server.engine_died or not server.started:
         return 1
