@@ -485,6 +485,30 @@ def test_one_of_several_jobs_is_cancelled_between_two_writes():
     assert completed["r2"].error is None
 
 
+def test_a_gather_for_several_jobs_waits_for_the_states_of_each(monkeypatch):
+    """They may come from several streams, so that no event stands for another."""
+    waited: list[list[str]] = []
+    start = CpuGather.start
+
+    def noting(self, slots, columns, dtype, buffer, ready):
+        waited.append(list(ready))
+        return start(self, slots, columns, dtype, buffer, ready)
+
+    monkeypatch.setattr(CpuGather, "start", noting)
+    sink = GatedSink(MemorySink())
+    producer = make_producer(paged_cache(), sink, num_writers=1)
+    producer.submit(make_job("first", 8, range(2)))
+    assert sink.writing.acquire(timeout=5)
+    producer.submit(make_job("a", 8, range(2)), make_job("b", 8, range(2)))
+    producer.submit(make_job("c", 8, range(2)))
+    for name, event in (("a", "one"), ("b", "one"), ("c", "another")):
+        producer._tasks[name].ready = (event,)
+    sink.gate.set()
+    drain(producer, 4)
+    producer.close()
+    assert waited == [[], ["one", "another"]]
+
+
 def test_an_id_twice_in_one_call_takes_nothing():
     producer = make_producer(paged_cache())
     with pytest.raises(InvalidInputError, match="request_id"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,12 @@ from layertap.engine.attention import AttentionLayer, BatchLayout, StepState
 needs_kernel = pytest.mark.skipif(
     cpu_attention.library() is None, reason="no C++ compiler, or not an x86-64 CPU"
 )
+
+
+@pytest.fixture
+def quick_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = tuple("-O1" if flag == "-O3" else flag for flag in cpu_attention._FLAGS)
+    monkeypatch.setattr(cpu_attention, "_FLAGS", flags)
 
 
 def step(
@@ -141,6 +149,28 @@ def test_what_is_not_finite_stays_so_and_reaches_no_other_sequence(dtype: torch.
 
 
 @needs_kernel
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00001, 0x7F800001], ids=hex)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_nan_stays_one_whatever_its_bits(bits: int, softcap: float | None) -> None:
+    layer = AttentionLayer(StepState(), 1, 16, 16, 0.25, softcap=softcap)
+    layout, q, k, v = step([5], [0], layer, 2, torch.float32)
+    k[:, :, 2] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    layer.step.layout = layout
+    assert torch.isnan(layer(q, k, v)).flatten(2).all(2).tolist() == [[False, False, True, True, True]]
+
+
+@needs_kernel
+@pytest.mark.parametrize("wrong", ["dtype", "key dim", "heads"])
+def test_inputs_that_do_not_belong_together_are_refused(wrong: str) -> None:
+    layer = AttentionLayer(StepState(), 2, 16, 16, 0.25)
+    layout, q, k, v = step([5], [3], layer, 4, torch.bfloat16)
+    layer.step.layout = layout
+    wrongs = {"dtype": q.float(), "key dim": torch.cat([q, q], dim=3), "heads": q[:, :3]}
+    with pytest.raises((RuntimeError, ValueError)):
+        layer(wrongs[wrong], k, v)
+
+
+@needs_kernel
 def test_large_scores_do_not_overflow() -> None:
     layer = AttentionLayer(StepState(), 1, 16, 16, 100.0)
     close(*both(layer, *step([80], [0], layer, 1, torch.float32)))
@@ -195,6 +225,60 @@ def test_the_kernel_is_built_once_for_a_machine(monkeypatch: pytest.MonkeyPatch,
     before = built.stat().st_mtime_ns
     assert cpu_attention.library.__wrapped__() is not None
     assert built.stat().st_mtime_ns == before
+
+
+@needs_kernel
+@pytest.mark.parametrize("left", [0, 0.5, 0.99])
+def test_a_torn_library_is_built_again(
+    left: float,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    quick_build: None,
+) -> None:
+    """As a crash or a full disk may leave it; loading it would end the process."""
+    monkeypatch.setenv("LAYERTAP_CACHE", str(tmp_path))
+    assert cpu_attention.library.__wrapped__() is not None
+    (built,) = (tmp_path / "kernels").iterdir()
+    whole = built.read_bytes()
+    built.unlink()  # it is in use
+    built.write_bytes(whole[: int(left * len(whole))])
+    with caplog.at_level(logging.WARNING, "layertap"):
+        assert cpu_attention.library.__wrapped__() is not None
+    assert not caplog.records
+    assert built.stat().st_size == len(whole)
+
+
+@needs_kernel
+@pytest.mark.parametrize("trouble", ["no home", "a file", "cannot be written"])
+def test_without_a_folder_to_keep_it_in_the_kernel_is_built_for_the_process(
+    trouble: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_build: None
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("LAYERTAP_CACHE", str(tmp_path / "cache"))
+    if trouble == "no home":
+
+        def homeless() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("LAYERTAP_CACHE")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", homeless)
+    elif trouble == "a file":
+        (tmp_path / "cache").write_text("")
+    else:
+        make = tempfile.mkdtemp
+
+        def refuse(suffix: str | None = None, prefix: str | None = None, dir: str | None = None) -> str:
+            if dir is not None and str(dir).startswith(str(tmp_path / "cache")):
+                raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+            return make(suffix, prefix, dir)
+
+        monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    assert cpu_attention.library.__wrapped__() is not None
+    assert list(temporary.iterdir()) == [], "nothing stays behind"
 
 
 @needs_kernel

@@ -41,5 +41,19 @@ def test_a_step_needs_no_new_pages_for_what_the_last_one_freed() -> None:
         assert added < 5
 
 
-def test_what_the_user_has_set_stays() -> None:
-    assert not child("keep", MALLOC_TRIM_THRESHOLD_="131072")[0]
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
+        {"GLIBC_TUNABLES": "glibc.pthread.rseq=1:glibc.malloc.mmap_threshold=65536"},
+    ],
+    ids=str,
+)
+def test_what_the_user_has_set_stays(setting: dict[str, str]) -> None:
+    assert not child("keep", **setting)[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_other_settings_of_the_library_do_not_matter() -> None:
+    assert child("keep", GLIBC_TUNABLES="glibc.pthread.rseq=1")[0]

@@ -77,6 +77,11 @@ def test_half_of_500_requests_cancelled_at_random_moments(start: Any) -> None:
         time.sleep(0.05)
     assert descriptors() <= before + 4
     server.complete()
+    storage = server.service.storage
+    assert storage is not None
+    assert storage._under_way == set()
+    asyncio.run(storage._scan())
+    assert storage.used_bytes == sum(f.stat().st_size for f in folder.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,20 +112,120 @@ def test_max_bytes_refuses_with_507_until_there_is_room(start: Any) -> None:
     assert server.core.pool.num_free == server.core.pool.num_blocks
 
 
-def test_a_record_completed_during_a_scan_refuses_nobody(tmp_path: Path) -> None:
-    """The scan has seen the file, and then its reservation ends as written: that is not two files."""
+@pytest.mark.parametrize("limit", [[], ["--max-bytes", "100000"]], ids=["no limit", "limit"])
+def test_records_that_were_answered_inline_make_no_room_for_others(start: Any, limit: list[str]) -> None:
+    server = start(*limit)
+    folder = Path(server.service.storage.folder)
+    for _ in range(8):
+        server.complete([5] * 40, kv_transfer_params={"inline": True})
+    assert server.service.storage.used_bytes == 0
+    for _ in range(8):
+        server.post("/v1/completions", {"prompt": [5] * 40, "max_tokens": 1})
+    stored = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    assert server.service.storage.used_bytes == stored
+    assert not limit or 60_000 < stored <= 100_000
+
+
+def record_of(number: int) -> str:
+    return f"cmpl-{number:032x}-0"
+
+
+class Folder:
+    """A storage of 100 bytes, and records that appear in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.storage = Storage(str(path), max_bytes=100)
+
+    def write(self, number: int, size: int) -> None:
+        (self.path / f"{record_of(number)}.safetensors").write_bytes(b"x" * size)
+
+    async def refuses(self, size: int) -> bool:
+        try:
+            await self.storage.reserve(size)
+        except ApiError:
+            return True
+        self.storage.release(size)
+        return False
+
+
+@pytest.mark.parametrize("released", ["before the scan", "during the scan", "after the scan"])
+def test_a_record_counts_once_whenever_it_is_looked_at(tmp_path: Path, released: str) -> None:
+    """What a scan sees of requests under way is their reservation's."""
 
     async def main() -> None:
-        storage = Storage(str(tmp_path), max_bytes=100)
-        await storage.reserve(40)
-        (tmp_path / f"cmpl-{0:032x}-0.safetensors").write_bytes(b"x" * 40)
+        folder = Folder(tmp_path)
+        storage = folder.storage
+        await storage.reserve(40, [record_of(0)])
+        folder.write(0, 40)
+        if released == "before the scan":
+            storage.release(40, [record_of(0)])
         scan = asyncio.create_task(storage._scan())
         await asyncio.sleep(0)  # the scan has begun
-        storage.release(40, 40)
+        if released == "during the scan":
+            storage.release(40, [record_of(0)])
         await scan
-        await storage.reserve(60)
-        with pytest.raises(ApiError, match="the storage is full: 100 of 100"):
-            await storage.reserve(1)
+        assert not await folder.refuses(60)
+        if released == "after the scan":
+            storage.release(40, [record_of(0)])
+        assert storage.used_bytes == 40
+        assert not await folder.refuses(60)
+        assert await folder.refuses(61)
+
+    asyncio.run(main())
+
+
+def test_a_record_that_appears_during_a_scan_counts_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        folder = Folder(tmp_path)
+        look = folder.storage._look
+
+        def slow(left_out: set[str]) -> int:
+            running.wait(5)
+            return look(left_out)
+
+        folder.storage._look = slow  # type: ignore[method-assign]
+        running = threading.Event()
+        scan = asyncio.create_task(folder.storage._scan())
+        await asyncio.sleep(0)
+        await folder.storage.reserve(40, [record_of(0)])
+        folder.write(0, 40)
+        folder.storage.release(40, [record_of(0)])
+        running.set()
+        await scan
+        assert folder.storage.used_bytes == 40
+
+    asyncio.run(main())
+
+
+def test_a_record_removed_under_way_was_never_counted(tmp_path: Path) -> None:
+    """Of a request that was cancelled, or answered inline."""
+
+    async def main() -> None:
+        folder = Folder(tmp_path)
+        await folder.storage.reserve(40, [record_of(0)])
+        folder.write(0, 40)
+        assert folder.storage.delete(record_of(0))
+        folder.storage.release(40, [record_of(0)])
+        assert folder.storage.used_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_a_record_deleted_during_a_scan_makes_room_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        folder = Folder(tmp_path)
+        for number in range(2):
+            await folder.storage.reserve(40, [record_of(number)])
+            folder.write(number, 40)
+            folder.storage.release(40, [record_of(number)])
+        scan = asyncio.create_task(folder.storage._scan())
+        await asyncio.sleep(0)
+        folder.storage.delete(record_of(0))
+        await scan
+        assert await folder.refuses(61)
+        assert not await folder.refuses(60)
+        assert folder.storage.used_bytes == 40
 
     asyncio.run(main())
 

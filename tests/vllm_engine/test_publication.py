@@ -109,3 +109,14 @@ def test_the_lock_can_be_opened_read_write_for_network_file_systems(tmp_path: Pa
     with open(path + ".lock", "r+b") as f, pytest.raises(BlockingIOError):
         fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
     publication.close()
+
+
+@pytest.mark.parametrize("use_locks", [True, False])
+def test_a_folder_that_was_taken_away_is_there_again_for_the_next_file(
+    tmp_path: Path, use_locks: bool
+) -> None:
+    publication = Publication(use_locks)
+    path = tmp_path / "gone" / "a.safetensors"
+    publication.begin(str(path))
+    path.write_text("complete")
+    publication.publish(str(path))

@@ -10,7 +10,7 @@ thread alone, where torch operations would start a team of threads beside the on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +58,14 @@ class Gather(ABC):
 
     @abstractmethod
     def start(
-        self, slots: Array, columns: Sequence[int], dtype: torch.dtype, buffer: torch.Tensor, ready: Any
+        self,
+        slots: Array,
+        columns: Sequence[int],
+        dtype: torch.dtype,
+        buffer: torch.Tensor,
+        ready: Collection[Any],
     ) -> Any:
-        """Begin to copy. ``ready``: an event after which the rows are valid (CUDA), or None."""
+        """Begin to copy. ``ready``: the events after which the rows are valid (CUDA)."""
 
     @abstractmethod
     def finish(self, started: Any) -> Chunk:
@@ -100,7 +105,12 @@ class CpuGather(Gather):
         self._scratch: Array | None = None
 
     def start(
-        self, slots: Array, columns: Sequence[int], dtype: torch.dtype, buffer: torch.Tensor, ready: Any
+        self,
+        slots: Array,
+        columns: Sequence[int],
+        dtype: torch.dtype,
+        buffer: torch.Tensor,
+        ready: Collection[Any],
     ) -> Chunk:
         n, layers, size = len(slots), len(columns), self.hidden_size
         hidden = view_of(buffer, n, layers, size, dtype)
@@ -258,12 +268,17 @@ class CudaGather(Gather):
         self._rows = PagedRows(cache)
 
     def start(
-        self, slots: Array, columns: Sequence[int], dtype: torch.dtype, buffer: torch.Tensor, ready: Any
+        self,
+        slots: Array,
+        columns: Sequence[int],
+        dtype: torch.dtype,
+        buffer: torch.Tensor,
+        ready: Collection[Any],
     ) -> Any:
         device = self._cache.device
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
-            if ready is not None:
-                self._stream.wait_event(ready)
+            for event in ready:
+                self._stream.wait_event(event)
             # Pinned: a copy from pageable memory waits for all that the stream waits for.
             where = torch.from_numpy(slots).pin_memory().to(device, non_blocking=True)
             rows = self._rows.pick(where, columns)

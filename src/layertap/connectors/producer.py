@@ -37,7 +37,8 @@ _MOST_TOGETHER = 32  # small jobs of one gather: each has a file open until it i
 @dataclass(slots=True, eq=False)
 class _Task:
     job: Job
-    ready: Any
+    ready: tuple[Any, ...]
+    """The event after which its rows are valid, on a GPU."""
     num_rows: int
     """Kept tokens; 0 where the selection does not fit the sequence, which is told when it is moved."""
     started: bool = False
@@ -111,10 +112,10 @@ class Producer:
         Raises:
             InvalidInputError: a job of this request id is still under way; none of ``jobs`` is taken.
         """
-        ready = None
+        ready: tuple[Any, ...] = ()
         if self.cache.is_cuda:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(self.cache.device))
+            ready = (torch.cuda.Event(),)  # type: ignore[no-untyped-call]
+            ready[0].record(torch.cuda.current_stream(self.cache.device))
         tasks = {job.request_id: _Task(job, ready, _num_rows(job)) for job in jobs}
         with self._changed:
             if self._closed:
@@ -283,11 +284,9 @@ class Producer:
             buffer = acquire(self.ring, lambda: all(task.cancelled for task, _ in moving))
             begun = time.monotonic()
             slots = np.concatenate([transfer.slots_T for _, transfer in moving])
-            columns, dtype, ready = (
-                moving[0][0].job.selection.columns,
-                moving[0][1].dtype,
-                moving[-1][0].ready,
-            )
+            columns, dtype = moving[0][0].job.selection.columns, moving[0][1].dtype
+            # Submitted on several streams, perhaps: the last event does not stand for the others.
+            ready = dict.fromkeys(event for task, _ in moving for event in task.ready)
             chunk = gather.finish(gather.start(slots, columns, dtype, buffer, ready))
             self._note_gather(time.monotonic() - begun)
         except Exception as error:  # noqa: BLE001 - as above

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,7 @@ class Transfer:
         self.slots_T = np.asarray(job.block_ids, dtype=np.int64)[block_T] * gather.block_size + offset_T
         self._writer = self._sink.open(spec)
 
-    def move(self, ring: StagingRing, ready: Any, copied: Callable[[], None]) -> None:
+    def move(self, ring: StagingRing, ready: Collection[Any], copied: Callable[[], None]) -> None:
         """Take all rows through staging buffers of this job's own, chunk by chunk.
 
         Args:

@@ -53,7 +53,7 @@ struct Call {
 inline Vec exp2v(Vec x) {               // relative error 2e-7; below 2^-126 gives 2^-126; NaN stays NaN
     x = x < -126.0f ? Vec{} - 126.0f : x;
     x = x > 126.0f ? Vec{} + 126.0f : x;
-    const Vec magic = Vec{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec magic = Vec{} + 12583039.0f;  // 1.5 * 2^23 rounds to an integer n; 127 makes n the exponent of 2^n
     const Vec shifted = x + magic;
     const Vec f = x - (shifted - magic);
     Vec y = Vec{} + 1.5403530e-4f;          // Taylor series of 2^f, |f| <= 1/2
@@ -63,7 +63,7 @@ inline Vec exp2v(Vec x) {               // relative error 2e-7; below 2^-126 giv
     y = y * f + 2.4022651e-1f;
     y = y * f + 6.9314718e-1f;
     y = y * f + 1.0f;
-    return (Vec)((IntVec)y + ((IntVec)shifted << 23));
+    return y * (Vec)((IntVec)shifted << 23);  // adding n to the bits of y could make a number of a NaN
 }
 
 inline Vec tanhv(Vec x) { return 1.0f - 2.0f / (exp2v(x * (2 * LOG2E)) + 1.0f); }

@@ -34,6 +34,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fopenmp", "-fPIC", "-shared")
 _FUNCTIONS = {torch.float32: "layertap_attention_float32", torch.bfloat16: "layertap_attention_bfloat16"}
 _BUILD_SECONDS = 120
+_DIGEST_BYTES = 32
 _LARGEST_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 _POINTERS = (
@@ -78,8 +79,19 @@ class StepArrays:
 
 
 def supports(layer: AttentionLayer, query: torch.Tensor) -> bool:
-    """Whether the kernel is there and computes this layer."""
-    return query.device.type == "cpu" and query.dtype in _FUNCTIONS and layer.native and library() is not None
+    """Whether the kernel is there and computes this layer. Queries that do not fit its keys, which lie in the
+    cache, are left to PyTorch, which refuses them."""
+    cache = layer.key_cache
+    return (
+        query.device.type == "cpu"
+        and query.dtype in _FUNCTIONS
+        and layer.native
+        and cache is not None
+        and query.dtype == cache.dtype
+        and query.shape[3] == cache.shape[2]
+        and query.shape[1] % cache.shape[1] == 0
+        and library() is not None
+    )
 
 
 def attend(
@@ -145,10 +157,11 @@ def library() -> ctypes.CDLL | None:
         logger.info("no C++ compiler (g++): attention on this CPU runs through PyTorch, which is slower")
         return None
     try:
-        loaded = ctypes.CDLL(str(_build(compiler)))
+        loaded = _load(compiler)
     except (OSError, subprocess.SubprocessError) as e:
-        reason = getattr(e, "stderr", None) or str(e)
-        logger.warning("the attention kernel was not built, PyTorch's is used: %s", reason.strip()[-500:])
+        told: bytes = getattr(e, "stderr", None) or str(e).encode()
+        reason = told.decode(errors="replace").strip()[-500:]
+        logger.warning("the attention kernel was not built, PyTorch's is used: %s", reason)
         return None
     for name in _FUNCTIONS.values():
         function = getattr(loaded, name)
@@ -181,29 +194,48 @@ def _difference(loaded: ctypes.CDLL, dtype: torch.dtype) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def _build(compiler: str) -> Path:
-    """The shared library for this source, compiler and processor; from the cache where it is there."""
-    source = _SOURCE.read_bytes()
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, check=True, timeout=30
-    ).stdout
-    key = hashlib.sha256(b"\0".join([source, version.encode(), " ".join(_FLAGS).encode(), _processor()]))
-    folder = cache_folder() / "kernels"
+def _load(compiler: str) -> ctypes.CDLL:
+    """The library for this source, compiler and processor: from the user's cache, or built now."""
+    version = _output(compiler, "--version")
+    key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), version, " ".join(_FLAGS).encode(), _processor()]))
+    name = f"cpu_attention-{key.hexdigest()[:16]}.so"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # no home folder that can be written to: built for this process
-        folder = Path(tempfile.mkdtemp(prefix="layertap-kernels-"))
-    target = folder / f"cpu_attention-{key.hexdigest()[:16]}.so"
+        return ctypes.CDLL(str(_cached(cache_folder() / "kernels" / name, compiler)))
+    except OSError:  # no folder that can be written to, or loaded from: built for this process
+        with tempfile.TemporaryDirectory(prefix="layertap-kernels-") as folder:
+            made = Path(folder) / name
+            _compile(compiler, made)
+            return ctypes.CDLL(str(made))
+
+
+def _cached(target: Path, compiler: str) -> Path:
+    """Have the library in a file that other processes use, too. The digest at its end tells whether it is
+    whole: loading one that a crash has torn would end the process."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_file():
-        return target
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as building:
+        data = target.read_bytes()
+        if _digest(data[:-_DIGEST_BYTES]) == data[-_DIGEST_BYTES:]:
+            return target
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as building:
         made = Path(building) / target.name
-        subprocess.run(
-            [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)],
-            capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS,
-        )  # fmt: skip
+        _compile(compiler, made)
+        data = made.read_bytes()
+        with made.open("ab") as file:
+            file.write(_digest(data))
         os.replace(made, target)
     return target
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _compile(compiler: str, made: Path) -> None:
+    _output(compiler, *_FLAGS, "-o", str(made), str(_SOURCE))
+
+
+def _output(*command: str) -> bytes:
+    return subprocess.run(command, capture_output=True, check=True, timeout=_BUILD_SECONDS).stdout
 
 
 def _processor() -> bytes:

@@ -19,9 +19,12 @@ def keep_freed_memory() -> bool:
     which the system has to clear and map (measured: docs/performance.md). What the user has set stays.
 
     Returns:
-        Whether it was done: the C library is glibc and no ``MALLOC_...`` variable is set.
+        Whether it was done: the C library is glibc, and neither ``MALLOC_...`` variables nor
+        ``GLIBC_TUNABLES`` set anything of its allocator.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
+        return False
+    if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

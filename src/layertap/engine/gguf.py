@@ -21,11 +21,18 @@ MAX_FILE_BYTES = 1 << 30
 
 
 def cache_folder() -> Path:
-    """``$LAYERTAP_CACHE``, or ``layertap`` under the user's cache folder."""
+    """``$LAYERTAP_CACHE``, or ``layertap`` under the user's cache folder.
+
+    Raises:
+        FileNotFoundError: the user has no home folder.
+    """
     own = os.environ.get("LAYERTAP_CACHE")
     if own:
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layertap"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layertap"
+    except RuntimeError as e:  # a user id that the system does not know, as in many containers
+        raise FileNotFoundError(f"no home folder ({e}); set LAYERTAP_CACHE") from None
 
 
 def unpack(file: Path) -> Path | None:
@@ -34,19 +41,19 @@ def unpack(file: Path) -> Path | None:
     if stat.st_size > MAX_FILE_BYTES:
         return None
     key = hashlib.sha256(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    folder = cache_folder() / f"{file.stem}-{key}"
-    if (folder / "config.json").is_file():
-        return folder
+    try:
+        folder = cache_folder() / f"{file.stem}-{key}"
+        if (folder / "config.json").is_file():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder.parent))
+    except OSError as e:
+        logger.warning("no cache (%s): %s is read directly", e, file.name)
+        return None
     import torch
     import transformers
 
     logger.warning("unpacking %s into %s, once", file.name, folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder.parent))
-    except OSError as e:
-        logger.warning("no cache in %s (%s): the file is read directly", folder.parent, e)
-        return None
     try:
         source = {"gguf_file": file.name}
         quantization = transformers.GgufConfig(dequantize=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -29,21 +29,21 @@ class Postprocessor:
 
     def take(
         self, scheduled: Sequence[ScheduledRequest], logits: StepLogits, tokens: DrawnTokens | None
-    ) -> list[Request]:
+    ) -> Iterator[Request]:
         """Take a step's results; on a GPU this waits for the step.
 
         Args:
             tokens: one for each of ``logits.sampling``; None if there are none.
 
-        Returns:
-            The requests that have ended with this step.
+        Yields:
+            Each request that has ended with this step, before the next one is looked at: what happens at its
+            end may abort others.
         """
         now = time.monotonic()
         for s, rows in logits.prompt:
             _note_prompt_logprobs(s, rows)
         ids = tokens.tolist() if tokens is not None else []
         drawn = {id(s.request): (i, t) for i, (s, t) in enumerate(zip(logits.sampling, ids, strict=False))}
-        ended: list[Request] = []
         for s in scheduled:
             request = s.request
             if request.status is not RequestStatus.RUNNING:
@@ -63,8 +63,7 @@ class Postprocessor:
             elif request.max_tokens == 0 and s.start + s.num_tokens == request.num_tokens:
                 request.status = RequestStatus.LENGTH  # nothing is to be generated
             if request.status.finished:
-                ended.append(request)
-        return ended
+                yield request
 
     def _check_stop(self, request: Request, token: int) -> None:
         params = request.params

@@ -133,9 +133,14 @@ class Service:
 
     async def _clean(self, stream: OutputStream) -> None:
         await stream.final()
-        if self.storage is not None and self.facts.layers is not None:
-            for record_id in stream.call.record_ids:
-                await asyncio.to_thread(self.storage.delete, record_id)
+        if self.storage is None:
+            return
+        try:
+            if self.facts.layers is not None:
+                for record_id in stream.call.record_ids:
+                    await asyncio.to_thread(self.storage.delete, record_id)
+        finally:
+            self.storage.release(0, stream.call.record_ids)
 
     async def settle(self) -> None:
         """Wait for aborted calls to be gone."""
@@ -151,7 +156,6 @@ class Flight:
         self.calls = calls
         self.streams: list[OutputStream] = []
         self._reserved = 0
-        self._written = 0
         self._delivered: set[int] = set()
 
     async def __aenter__(self) -> Flight:
@@ -162,12 +166,12 @@ class Flight:
             )
         needed = sum(s.record_bytes(len(c.prompt.token_ids), c.params) for c in self.calls)
         if s.storage is not None:
-            await s.storage.reserve(needed)
+            await s.storage.reserve(needed, [name for call in self.calls for name in call.record_ids])
         self._reserved = needed
         try:
             self.streams = await s.engine.submit(self.calls)
         except BaseException:
-            self._release()
+            self._release(self.calls)
             raise
         return self
 
@@ -182,11 +186,12 @@ class Flight:
         for i, stream in enumerate(streams):
             if i not in self._delivered:
                 self.service.clean(stream)
-        self._release()
+        self._release([stream.call for i, stream in enumerate(streams) if i in self._delivered])
 
-    def _release(self) -> None:
+    def _release(self, ended: Sequence[EngineCall]) -> None:
+        """``ended``: calls whose records are done, one way or the other."""
         if self.service.storage is not None:
-            self.service.storage.release(self._reserved, self._written if self._delivered else 0)
+            self.service.storage.release(self._reserved, [name for call in ended for name in call.record_ids])
         self._reserved = 0
 
     def delivered(self, index: int) -> None:
@@ -232,7 +237,6 @@ class Flight:
             return params
         record_id = record_id_of(params[PATH])
         if not inline:
-            self._written += storage.size(record_id)
             return {**params, "hidden_states_id": record_id}
         data = await asyncio.to_thread(storage.read, record_id)
         await asyncio.to_thread(storage.delete, record_id)

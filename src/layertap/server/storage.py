@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ def take_limits(extra: Mapping[str, Any]) -> tuple[dict[str, Any], int | None, f
 class Storage:
     """The folder that records lie in.
 
+    A record of a request under way is counted by the room that is kept for it, from then on by its size; so
+    scans leave out those that are, or were when they began, under way. Used on the event loop; only
+    :meth:`read` and :meth:`delete` may run in other threads.
+
     Args:
         folder: of the file connector.
         max_bytes: records may take this much; None sets no limit.
@@ -66,25 +70,27 @@ class Storage:
         self._reserved = 0
         self._scan_time = float("-inf")
         self._scanning = asyncio.Lock()
+        self._under_way: set[str] = set()
+        self._left_out: set[str] | None = None
+        """Records that the scan under way does not count; None between scans."""
+        self._deleted_meanwhile = False
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all records, as far as is known without looking."""
         return self._scanned + self._since_scan
 
-    async def reserve(self, num_bytes: int) -> None:
-        """Keep room for a record that is to be written.
+    async def reserve(self, num_bytes: int, record_ids: Collection[str] = ()) -> None:
+        """Keep room for records that are to be written.
 
         Raises:
             ApiError: 507, the storage is full.
         """
-        if self.max_bytes is None or num_bytes == 0:
-            return
-        if self.used_bytes + self._reserved + num_bytes > self.max_bytes:
+        if not self._has_room(num_bytes):
             async with self._scanning:
                 if time.monotonic() - self._scan_time > _RESCAN_SECONDS:
                     await self._scan()
-            if self.used_bytes + self._reserved + num_bytes > self.max_bytes:
+            if not self._has_room(num_bytes):
                 raise ApiError(
                     507,
                     f"the storage is full: {self.used_bytes + self._reserved} of {self.max_bytes} bytes "
@@ -92,12 +98,22 @@ class Storage:
                     code="storage_full",
                 )
         self._reserved += num_bytes
+        self._under_way.update(record_ids)
+        if self._left_out is not None:
+            self._left_out.update(record_ids)
 
-    def release(self, num_bytes: int, written: int) -> None:
-        """A reservation ends; ``written`` bytes of it lie in the folder now."""
-        if self.max_bytes is not None:
-            self._reserved -= num_bytes
-            self._since_scan += written
+    def _has_room(self, num_bytes: int) -> bool:
+        if self.max_bytes is None or num_bytes == 0:
+            return True
+        return self.used_bytes + self._reserved + num_bytes <= self.max_bytes
+
+    def release(self, num_bytes: int, record_ids: Iterable[str] = ()) -> None:
+        """A reservation ends, and with it the writing of some of its records: what there is of them counts
+        now."""
+        self._reserved -= num_bytes
+        for record_id in record_ids:
+            self._under_way.remove(record_id)
+            self._since_scan += self._size(record_id)
 
     async def sweep_forever(self) -> None:
         """Age records out, and keep count of them, until cancelled."""
@@ -112,19 +128,24 @@ class Storage:
 
     async def _scan(self) -> None:
         before = self._since_scan
-        self._scanned = await asyncio.to_thread(self._look)
-        # A record completed meanwhile may count twice now: nobody is refused before another look.
-        unsure = self._since_scan != before
+        self._left_out = set(self._under_way)
+        self._deleted_meanwhile = False
+        try:
+            self._scanned = await asyncio.to_thread(self._look, self._left_out)
+        finally:
+            self._left_out = None
         self._since_scan -= before
-        self._scan_time = float("-inf") if unsure else time.monotonic()
+        # What was deleted meanwhile may have been counted: nobody is refused before another look.
+        self._scan_time = float("-inf") if self._deleted_meanwhile else time.monotonic()
 
-    def _look(self) -> int:
+    def _look(self, left_out: Set[str]) -> int:
         """Remove what is too old; count the rest."""
         total = 0
         now = time.time()
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                if not entry.name.endswith(SUFFIX) or not RECORD_ID.fullmatch(entry.name[: -len(SUFFIX)]):
+                record_id = entry.name.removesuffix(SUFFIX)
+                if record_id == entry.name or not RECORD_ID.fullmatch(record_id) or record_id in left_out:
                     continue
                 with contextlib.suppress(FileNotFoundError):  # taken by its reader meanwhile
                     stat = entry.stat(follow_symlinks=False)
@@ -142,7 +163,7 @@ class Storage:
             raise _unknown(record_id)
         return f"{self.folder}/{record_id}{SUFFIX}"
 
-    def size(self, record_id: str) -> int:
+    def _size(self, record_id: str) -> int:
         """Bytes of a record's file; 0 where there is none (any more)."""
         try:
             return os.stat(self._path(record_id), follow_symlinks=False).st_size
@@ -175,7 +196,12 @@ class Storage:
             os.unlink(path)
         except FileNotFoundError:
             return False
-        self._since_scan -= size
+        if record_id in self._under_way:
+            return True  # was never counted
+        if self._left_out is not None:
+            self._deleted_meanwhile = True
+        else:
+            self._since_scan -= size
         return True
 
 

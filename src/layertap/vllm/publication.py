@@ -52,6 +52,8 @@ class Publication:
                     os.unlink(path + ERROR_SUFFIX)
                 if self.use_locks:
                     self._fds[path] = _locked(path + LOCK_SUFFIX)
+                else:
+                    os.makedirs(os.path.dirname(path), exist_ok=True)
             except OSError as error:
                 logger.error("%s: no lock (%s)", path, error)
 
