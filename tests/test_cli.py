@@ -117,6 +117,12 @@ ONE = ["extract", "m", "--layers", "1", "--output", "o"]
         ([*ONE, "--prompt", "a", "--prompts-format", "xml"], "xml"),
         ([*ONE, "--prompt", "a", "--include-output-tokens"], "max-tokens"),
         ([*ONE, "--prompts", "none.jsonl"], "none.jsonl"),
+        ([*ONE, "--prompt", "a", "--engine", "tensorrt"], "--engine: got 'tensorrt'"),
+        (
+            [*ONE, "--prompt", "a", "--engine", "vllm", "--device", "cpu"],
+            "--device: got 'cpu'; allowed: nothing",
+        ),
+        ([*ONE, "--prompt", "a", "--quantization", "fp8"], "--quantization: got 'fp8'; allowed: nothing"),
         (["inspect", "none"], "none"),
         (["inspect", ".", "--plot", "x.xyz"], "--plot"),
         (["verify", "none"], "none"),
