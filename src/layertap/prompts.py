@@ -110,9 +110,10 @@ class PromptTokenizer:
             raise InvalidInputError(field, ids, "a list of token ids")
         if not ids:
             raise InvalidInputError(field, list(ids), "at least one token id")
-        for i, t in enumerate(ids):
-            if isinstance(t, bool) or not isinstance(t, int):
-                raise InvalidInputError(f"{field}[{i}]", t, "an integer token id")
+        if set(map(type, ids)) != {int}:  # one look at each for all but the wrong ones
+            for i, t in enumerate(ids):
+                if isinstance(t, bool) or not isinstance(t, int):
+                    raise InvalidInputError(f"{field}[{i}]", t, "an integer token id")
         return list(ids)
 
     def _chat(self, messages: Any, field: str, **template: Any) -> TokenizedPrompt:
