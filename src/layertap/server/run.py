@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -191,6 +192,9 @@ def serve(args: argparse.Namespace) -> int:
         bound.close()
         raise
     app = build_app(service, args.api_key, args.root_path)
+    # What is here now stays: the collector need not go through the objects of model and libraries any more.
+    gc.collect()
+    gc.freeze()
     config = uvicorn.Config(
         app,
         log_level=args.uvicorn_log_level,
