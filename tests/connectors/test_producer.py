@@ -447,10 +447,31 @@ def test_a_sink_that_refuses_one_of_several_jobs_fails_it_alone():
 
     jobs = [make_job(f"r{i}", 8, [i, i + 1]) for i in range(3)]
     starts, completed, _ = submitted_together(paged_cache(), jobs, Refusing())
-    assert starts == [16]
+    assert starts == [24]
     assert completed["r1"].error.kind == "storage_full"
     assert completed["r0"].error is None
     assert completed["r2"].error is None
+
+
+def test_a_writer_thread_has_one_record_open_at_a_time(tmp_path):
+    """However many are gathered together: open files are scarce."""
+    most = 0
+
+    class Counting(FileSink):
+        def open(self, spec):
+            nonlocal most
+            writer = super().open(spec)
+            most = max(most, len(list(tmp_path.glob(".layertap-*.tmp"))))
+            return writer
+
+    jobs = [make_job(f"r{i}", 8, [i, i + 1]) for i in range(20)]
+    jobs.append(make_job("nan", 8, [40, 41]))
+    cache = paged_cache()
+    cache[40] = float("nan")
+    starts, completed, _ = submitted_together(cache, jobs, Counting(tmp_path))
+    assert starts == [21 * 8]
+    assert [name for name, done in completed.items() if done.error] == ["nan"]
+    assert most == 1
 
 
 def test_a_gather_that_fails_fails_its_jobs_and_the_thread_lives_on(monkeypatch):

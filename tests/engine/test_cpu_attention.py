@@ -194,12 +194,23 @@ def test_without_a_compiler_pytorch_does_the_work(
     monkeypatch.setenv("CXX", "/no/such/compiler")
     with caplog.at_level(logging.INFO, "layertap"):
         assert cpu_attention.library.__wrapped__() is None
+    assert "/no/such/compiler" in caplog.text
     layer = AttentionLayer(StepState(), 1, 16, 16, 0.25)
     monkeypatch.setattr(cpu_attention, "library", lambda: None)
     layout, q, k, v = step([5], [0], layer, 2, torch.float32)
     assert not cpu_attention.supports(layer, q)
     layer.step.layout = layout
     assert layer(q, k, v).shape == (1, 5, 2, 16)
+
+
+@needs_kernel
+def test_the_compiler_may_be_several_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_build: None
+) -> None:
+    monkeypatch.setenv("CXX", " env g++ -fno-plt")
+    monkeypatch.setenv("LAYERTAP_CACHE", str(tmp_path))
+    assert cpu_attention.library.__wrapped__() is not None
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
 
 
 @needs_kernel

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from layertap.connectors.failures import aborted, explain
-from layertap.connectors.gather import CpuGather, CudaGather, Gather
+from layertap.connectors.gather import Chunk, CpuGather, CudaGather, Gather
 from layertap.connectors.job import Completion, Job
 from layertap.connectors.staging import StagingRing
 from layertap.connectors.transfer import Cancelled, Transfer, acquire, row_bytes
@@ -31,7 +31,7 @@ from layertap.sinks.base import Sink
 
 DEFAULT_CHUNK_BYTES = 64 << 20
 DEFAULT_RING_BYTES = 256 << 20
-_MOST_TOGETHER = 32  # small jobs of one gather: each has a file open until it is written
+_MOST_TOGETHER = 32  # small jobs of one gather: they wait for one another's writes
 
 
 @dataclass(slots=True, eq=False)
@@ -260,6 +260,7 @@ class Producer:
 
         def move() -> None:
             transfer.prepare(self.model, self.layers)
+            transfer.open()
             transfer.move(self.ring, task.ready, lambda: self._report_copied(task))
 
         self._finish(task, transfer, move)
@@ -273,7 +274,7 @@ class Producer:
             transfer = Transfer(task.job, gather, self.sink, task.given_up)
             try:
                 transfer.prepare(self.model, self.layers)
-            except Exception as error:  # noqa: BLE001 - a sink may raise anything; the thread lives on
+            except Exception as error:  # noqa: BLE001 - whatever it is, the thread lives on
                 self._fail(task, transfer, error)
             else:
                 moving.append((task, transfer))
@@ -299,7 +300,7 @@ class Producer:
             for task, transfer in moving:
                 rows = chunk.part(row, row + len(transfer.slots_T))
                 row += len(transfer.slots_T)
-                self._finish(task, transfer, functools.partial(transfer.put, rows))
+                self._finish(task, transfer, functools.partial(_write, transfer, rows))
         finally:
             if buffer is not None:
                 self.ring.release(buffer)
@@ -349,6 +350,11 @@ class Producer:
         self._finished["failed" if error else "completed"] += 1
         del self._tasks[request_id]
         self._changed.notify_all()
+
+
+def _write(transfer: Transfer, rows: Chunk) -> None:
+    transfer.open()  # only now: open files are scarce
+    transfer.put(rows)
 
 
 def _num_rows(job: Job) -> int:

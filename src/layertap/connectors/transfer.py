@@ -60,14 +60,15 @@ def acquire(ring: StagingRing, given_up: Callable[[], bool]) -> torch.Tensor:
 
 
 class Transfer:
-    """Moves one job: ``prepare``; ``move``, or ``put`` with rows that were gathered for several jobs at once;
-    ``check_whole``; ``commit``. After any of them has raised: ``abort``."""
+    """Moves one job: ``prepare``; ``open``; ``move``, or ``put`` with rows that were gathered for several
+    jobs at once; ``check_whole``; ``commit``. After any of them has raised: ``abort``."""
 
     def __init__(self, job: Job, gather: Gather, sink: Sink, given_up: Callable[[], bool]) -> None:
         self._job = job
         self._gather = gather
         self._sink = sink
         self._given_up = given_up
+        self._spec: RecordSpec | None = None
         self._writer: RecordWriter | None = None
         self._positions_T: Array = np.empty(0, dtype=np.int64)
         self.slots_T: Array = self._positions_T
@@ -82,11 +83,11 @@ class Transfer:
         """In the sink: hashing, writing, publishing."""
 
     def prepare(self, model: str, layers: ServedLayers) -> None:
-        """Find out which rows are kept, and open the sink's writer for them.
+        """Find out which rows are kept.
 
         Raises:
             Cancelled: the job was given up.
-            Exception: whatever the sink raises.
+            InvalidInputError: the selection does not fit the sequence.
         """
         if self._given_up():
             raise Cancelled
@@ -109,7 +110,7 @@ class Transfer:
             num_tokens=job.num_states,
             positions=kept,
         )
-        spec = RecordSpec(
+        self._spec = RecordSpec(
             request_id=job.request_id,
             token_ids=torch.from_numpy(np.array(tokens, dtype=np.int64)),
             shape=(len(self._positions_T), len(selection.columns), gather.hidden_size),
@@ -119,7 +120,18 @@ class Transfer:
         )
         block_T, offset_T = np.divmod(self._positions_T, gather.block_size)
         self.slots_T = np.asarray(job.block_ids, dtype=np.int64)[block_T] * gather.block_size + offset_T
-        self._writer = self._sink.open(spec)
+
+    def open(self) -> None:
+        """Open the sink's writer for them.
+
+        Raises:
+            Cancelled: the job was given up.
+            Exception: whatever the sink raises.
+        """
+        if self._given_up():
+            raise Cancelled
+        assert self._spec is not None
+        self._writer = self._sink.open(self._spec)
 
     def move(self, ring: StagingRing, ready: Collection[Any], copied: Callable[[], None]) -> None:
         """Take all rows through staging buffers of this job's own, chunk by chunk.

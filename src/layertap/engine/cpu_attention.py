@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,9 +153,11 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernel, built if need be; None where that is not possible. The reason is logged once."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
-    compiler = shutil.which(os.environ.get("CXX") or "g++")
-    if compiler is None:
-        logger.info("no C++ compiler (g++): attention on this CPU runs through PyTorch, which is slower")
+    compiler = os.environ.get("CXX", "").split() or ["g++"]  # as make takes it: ccache g++, say
+    if shutil.which(compiler[0]) is None:
+        logger.info(
+            "no C++ compiler (%s): attention on this CPU runs through PyTorch, which is slower", compiler[0]
+        )
         return None
     try:
         loaded = _load(compiler)
@@ -194,10 +197,11 @@ def _difference(loaded: ctypes.CDLL, dtype: torch.dtype) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def _load(compiler: str) -> ctypes.CDLL:
+def _load(compiler: Sequence[str]) -> ctypes.CDLL:
     """The library for this source, compiler and processor: from the user's cache, or built now."""
-    version = _output(compiler, "--version")
-    key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), version, " ".join(_FLAGS).encode(), _processor()]))
+    version = _output(*compiler, "--version")
+    command = " ".join([*compiler, *_FLAGS]).encode()
+    key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), version, command, _processor()]))
     name = f"cpu_attention-{key.hexdigest()[:16]}.so"
     try:
         return ctypes.CDLL(str(_cached(cache_folder() / "kernels" / name, compiler)))
@@ -208,7 +212,7 @@ def _load(compiler: str) -> ctypes.CDLL:
             return ctypes.CDLL(str(made))
 
 
-def _cached(target: Path, compiler: str) -> Path:
+def _cached(target: Path, compiler: Sequence[str]) -> Path:
     """Have the library in a file that other processes use, too. The digest at its end tells whether it is
     whole: loading one that a crash has torn would end the process."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -230,8 +234,8 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _compile(compiler: str, made: Path) -> None:
-    _output(compiler, *_FLAGS, "-o", str(made), str(_SOURCE))
+def _compile(compiler: Sequence[str], made: Path) -> None:
+    _output(*compiler, *_FLAGS, "-o", str(made), str(_SOURCE))
 
 
 def _output(*command: str) -> bytes:
