@@ -11,21 +11,20 @@ import logging
 import queue
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from layertap import reader
 from layertap.config import SPECULATIVE_LAYERS, EngineConfig, check_engine_name, layers_of_speculative_config
 from layertap.connectors.transfer_config import KVTransferConfig
 from layertap.engine.collector import OutputCollector
 from layertap.engine.core import EngineCore
 from layertap.engine.loop import EngineLoop
 from layertap.errors import ExtractionError, InvalidInputError
+from layertap.extraction import LEAST_BUFFER_BYTES, Extraction
 from layertap.layers import LayerSpec, ServedLayers
-from layertap.outputs import RequestOutput, handle_of
+from layertap.outputs import RequestOutput
 from layertap.progress import Progress
 from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_list, is_single
 from layertap.record import HiddenStates
@@ -35,7 +34,6 @@ from layertap.selection import Selection, parse_tokens
 logger = logging.getLogger("layertap")
 
 OnError = Literal["raise", "return"]
-_LEAST_BUFFER = 1 << 28
 # Steps' worth of prompts that wait in the engine, so that it never idles for want of the next one.
 _STEPS_AHEAD = 8
 
@@ -323,91 +321,12 @@ class LLM:
         use_tqdm: bool,
         buffer_bytes: int | None,
     ) -> Iterator[HiddenStates]:
-        names = iter(request_ids) if request_ids is not None else None
         per_token = self._bytes_per_token(params)
-        limit = buffer_bytes or max(_LEAST_BUFFER, 3 * (self.config.max_num_batched_tokens or 0) * per_token)
-        done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
-        pending: deque[tuple[int, OutputCollector | None, int, InvalidInputError | None]] = deque()
-        ready: dict[int, RequestOutput] = {}
-        buffered = 0
-        count = 0
-        exhausted = False
-        with Progress(None, shown=use_tqdm) as progress:
-            try:
-                while True:
-                    while not exhausted and (buffered < limit or not pending):
-                        try:
-                            prompt = next(prompts)
-                        except StopIteration:
-                            exhausted = True
-                            break
-                        name = next(names) if names is not None else self._next_id()
-                        size = 0
-                        collector = None
-                        error: InvalidInputError | None = None
-                        try:
-                            tokenized = self.prompt_tokenizer(prompt, f"prompts[{count}]")
-                            collector = self._collector(name, tokenized, params, count, done)
-                            size = max(1, per_token * _kept(params, len(tokenized.token_ids)))
-                            self._submit(collector)
-                        except InvalidInputError as e:
-                            if on_error == "raise" and not pending:
-                                raise
-                            error = e
-                        pending.append((count, collector, size, error))
-                        buffered += size
-                        count += 1
-                    if not pending:
-                        return
-                    index, collector, size, error = pending[0]
-                    if error is not None:
-                        pending.popleft()
-                        if on_error == "raise":
-                            raise error
-                        wrapped = ExtractionError(f"{index}", str(error), "invalid_input")
-                        wrapped.__cause__ = error
-                        yield wrapped  # type: ignore[misc]
-                        continue
-                    while index not in ready:
-                        i, output = done.get()
-                        ready[i] = output
-                    output = ready.pop(index)
-                    pending.popleft()
-                    if output.error is not None:
-                        buffered -= size
-                        if on_error == "raise":
-                            raise output.error
-                        yield output.error  # type: ignore[misc]
-                        continue
-                    handle = handle_of(output.kv_transfer_params)
-                    assert handle is not None
-                    states = reader.take(handle)
-                    progress.advance(len(output.prompt_token_ids), states.hidden_states.nbytes)
-                    yield states
-                    # The caller has asked for the next one: the buffer counts what nobody has taken yet.
-                    buffered -= size
-            finally:
-                self._abort([c for _, c, _, e in pending if c is not None and e is None])
-                for output in ready.values():
-                    self._drop(output)
-                self._drop_late(
-                    done, sum(1 for i, c, _, e in pending if c is not None and e is None and i not in ready)
-                )
-
-    def _drop_late(self, done: queue.SimpleQueue[tuple[int, RequestOutput]], count: int) -> None:
-        """Forget states of aborted prompts that were delivered before the abort reached them."""
-        for _ in range(count):
-            try:
-                _, output = done.get(timeout=10)
-            except queue.Empty:
-                return
-            self._drop(output)
-
-    @staticmethod
-    def _drop(output: RequestOutput) -> None:
-        handle = handle_of(output.kv_transfer_params)
-        if handle is not None and handle.startswith("memory://"):
-            reader.delete(handle)
+        steps = 3 * (self.config.max_num_batched_tokens or 0) * per_token
+        names = iter(request_ids) if request_ids is not None else None
+        buffer_bytes = buffer_bytes or max(LEAST_BUFFER_BYTES, steps)
+        extraction = Extraction(self, prompts, params, names, on_error, per_token, buffer_bytes)
+        return extraction.run(use_tqdm)
 
     def _bytes_per_token(self, params: SamplingParams) -> int:
         served = self._core.served
@@ -507,14 +426,3 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
     values = {f.name: getattr(params, f.name) for f in dataclasses.fields(params) if f.init}
     values["extra_args"] = None
     return values
-
-
-def _kept(params: SamplingParams, num_prompt_tokens: int) -> int:
-    tokens = (params.kv_transfer_params or {}).get("tokens", "all")
-    if tokens == "last":
-        return 1
-    if isinstance(tokens, list | tuple):
-        return len(tokens)
-    if isinstance(tokens, Mapping):
-        return len(range(*slice(tokens.get("start"), tokens.get("end")).indices(num_prompt_tokens)))
-    return num_prompt_tokens + (params.max_tokens if params.kv_transfer_params else 0)
