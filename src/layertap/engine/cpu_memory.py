@@ -13,7 +13,7 @@ _KEPT_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed blocks of up to 32 MiB, at most 1 GiB, for the next step.
+    """Let the C library keep freed blocks of up to 32 MiB, at most 1 GiB of each heap, for the next step.
 
     By default it gives them back to the system: every activation of a step is then made of fresh pages,
     which the system has to clear and map (measured: docs/performance.md). What the user has set stays.
