@@ -1,19 +1,21 @@
 """Runs the peers, each in a process of its own, in turns: so that a machine that slows down slows all
-alike."""
+alike. Who waits for its turn is stopped."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layertap.bench.process import JsonProcess, PeerFailedError
+from layertap.bench.process import JsonProcess
 from layertap.bench.workload import Workload
 
 VLLM_PEERS = {"vllm-no-extraction": "base", "vllm": "extract"}
@@ -26,6 +28,8 @@ class PeerResult:
     name: str
     num_tokens: int
     start_seconds: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of a peer that has an environment of its own."""
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -43,9 +47,10 @@ class PeerResult:
         rates = self.rates
         return {
             "tokens_per_second": {"min": rates[0], "median": self.median_rate, "max": rates[-1]},
-            "first_file_seconds": min((r["first_file_seconds"] or 0 for r in self.runs), default=None),
+            "first_file_seconds": min((r.get("first_file_seconds") or 0 for r in self.runs), default=None),
             "peak_rss_bytes": max(r["peak_rss_bytes"] for r in self.runs),
             "start_seconds": self.start_seconds,
+            **({"versions": self.versions} if self.versions else {}),
             "runs": self.runs,
         }
 
@@ -60,31 +65,54 @@ def environment(threads: int | None) -> dict[str, str]:
 
 
 class Worker(JsonProcess):
-    """A running :mod:`layertap.bench.worker`."""
+    """A running :mod:`layertap.bench.worker`, or :mod:`layertap.bench.vllm_peer`."""
 
-    def __init__(self, mode: str, workload: Path, output: Path, log: Path, env: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "layertap.bench.worker", mode, str(workload), str(output)]
+    def __init__(self, mode: str, command: Sequence[str], log: Path, env: dict[str, str]) -> None:
         super().__init__(mode, command, log, env)
         self.start_seconds: float | None = None
 
     def run(self) -> dict[str, Any]:
+        """One turn. Between turns it is stopped: some engines keep a core busy while they wait."""
+        self.resume()
         self.ask(run=True)
-        return self.answer()
+        answer = self.answer()
+        self.pause()
+        return answer
+
+    def pause(self) -> None:
+        """Stop its processes where they are."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        os.killpg(self.pid, signal.SIGCONT)
+
+    def close(self, patience: float = 30.0) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.resume()
+        super().close(patience)
 
 
-@contextmanager
-def _workers(
-    modes: Sequence[str], workload: Path, folder: Path, env: dict[str, str]
-) -> Iterator[list[Worker]]:
-    workers: list[Worker] = []
-    try:
-        for mode in modes:
-            workers.append(Worker(mode, workload, folder / mode, folder / f"{mode}.log", env))
-            workers[-1].start_seconds = workers[-1].answer()["start_seconds"]
-        yield workers
-    finally:
-        for worker in workers:
-            worker.close()
+def _command(mode: str, workload: Workload, folder: Path, vllm_python: str | None) -> list[str]:
+    """What starts a peer."""
+    output = folder / mode
+    if mode not in VLLM_PEERS:
+        path = folder / "workload.json"
+        path.write_text(json.dumps(workload.to_json()))
+        return [sys.executable, "-m", "layertap.bench.worker", mode, str(path), str(output)]
+    assert vllm_python is not None
+    job = {
+        "model": workload.model,
+        "prompts": workload.prompts,
+        "layers": list(workload.layers),
+        "dtype": workload.dtype,
+        "token_budget": workload.token_budget,
+        "output": str(output),
+        "prefix_caching": workload.prefix_caching,
+    }
+    path = folder / f"{mode}.json"
+    path.write_text(json.dumps(job))
+    return [vllm_python, str(Path(__file__).parent / "vllm_peer.py"), str(path), VLLM_PEERS[mode]]
 
 
 def run_peers(
@@ -105,15 +133,21 @@ def run_peers(
         note: told what is going on.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "workload.json"
-    path.write_text(json.dumps(workload.to_json()))
     total = workload.num_tokens
     results = {mode: PeerResult(mode, total) for mode in modes}
     env = environment(threads)
-    own = [mode for mode in modes if mode not in VLLM_PEERS]
-    with _workers(own, path, folder, env) as workers:
+    with ExitStack() as stack:
+        workers: list[Worker] = []
+        for mode in modes:
+            note(f"{mode}: starting")
+            worker = Worker(mode, _command(mode, workload, folder, vllm_python), folder / f"{mode}.log", env)
+            stack.callback(worker.close)
+            ready = worker.answer()
+            results[mode].start_seconds = ready["start_seconds"]
+            results[mode].versions = ready.get("versions", {})
+            worker.pause()
+            workers.append(worker)
         for worker in workers:
-            results[worker.name].start_seconds = worker.start_seconds
             note(f"{worker.name}: warming up")
             worker.run()
         for turn in range(repeat):
@@ -121,63 +155,7 @@ def run_peers(
                 result = worker.run()
                 results[worker.name].runs.append(result)
                 note(f"{worker.name}: run {turn + 1} of {repeat}, {total / result['seconds']:,.0f} tokens/s")
-    wanted = [mode for mode in modes if mode in VLLM_PEERS]
-    if wanted:
-        assert vllm_python is not None
-        _run_vllm(workload, wanted, repeat, folder, vllm_python, env, results, note)
     return [results[mode] for mode in modes]
-
-
-def _run_vllm(
-    workload: Workload,
-    wanted: Sequence[str],
-    repeat: int,
-    folder: Path,
-    python: str,
-    env: dict[str, str],
-    results: dict[str, PeerResult],
-    note: Callable[[str], None],
-) -> None:
-    job = {
-        "model": workload.model,
-        "prompts": workload.prompts,
-        "layers": list(workload.layers),
-        "dtype": workload.dtype,
-        "token_budget": workload.token_budget,
-        "output": str(folder / "vllm"),
-        "repeat": repeat,
-        "modes": [VLLM_PEERS[mode] for mode in wanted],
-        "prefix_caching": workload.prefix_caching,
-    }
-    path = folder / "vllm.json"
-    path.write_text(json.dumps(job))
-    note("vllm: starting")
-    script = Path(__file__).parent / "vllm_peer.py"
-    with (folder / "vllm.log").open("w") as log:
-        done = subprocess.run(
-            [python, str(script), str(path)],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=env,
-            check=False,
-        )
-    if done.returncode != 0:
-        tail = (folder / "vllm.log").read_text()[-800:]
-        raise PeerFailedError(f"the vLLM peer ended with status {done.returncode}:\n{tail}")
-    answer = json.loads(done.stdout.strip().splitlines()[-1])
-    for mode in wanted:
-        measured = answer["modes"][VLLM_PEERS[mode]]
-        results[mode].start_seconds = measured["start_seconds"]
-        for run in measured["runs"]:
-            results[mode].runs.append(
-                {
-                    "seconds": run["seconds"],
-                    "first_file_seconds": run.get("first_file_seconds"),
-                    "peak_rss_bytes": measured["peak_rss_bytes"],
-                }
-            )
-            note(f"{mode}: {workload.num_tokens / run['seconds']:,.0f} tokens/s")
 
 
 def missing_modules(python: str, names: Sequence[str]) -> list[str]:

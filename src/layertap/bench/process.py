@@ -62,6 +62,11 @@ class JsonProcess:
         self._answer = b""
         self._owes = False
 
+    @property
+    def pid(self) -> int:
+        """Of the process, and of its group."""
+        return self._process.pid
+
     def ask(self, **question: Any) -> None:
         """Send one line.
 

@@ -1,9 +1,13 @@
 """Runs a workload through vLLM's CPU build, with and without extraction: the peer of ``layertap bench``.
 
-    python vllm_peer.py workload.json > result.json
+    python vllm_peer.py workload.json MODE
 
-Run by a Python that has vLLM; needs torch and safetensors besides, and nothing of layertap. Each mode has a
-process of its own. ``workload.json`` holds:
+Run by a Python that has vLLM; needs torch and safetensors besides, and nothing of layertap. MODE is ``base``
+(no extraction) or ``extract``. Speaks JSON lines as :mod:`layertap.bench.worker` does: after start it prints
+``ready``, ``start_seconds`` (imports included) and ``versions``; for each line read it runs the workload once
+and prints ``seconds`` (until every output and every file was complete), ``generate_seconds``, with files
+``first_file_seconds``, and ``peak_rss_bytes`` (summed over the engine's processes, sampled). The end of its
+input ends it. ``workload.json`` holds:
 
     model              folder of a Hugging Face model
     prompts            list of prompt_token_ids
@@ -11,15 +15,8 @@ process of its own. ``workload.json`` holds:
     dtype              "bfloat16", "float32"
     token_budget       tokens a step (max_num_batched_tokens)
     output             folder for the files; emptied
-    repeat             measured runs of the whole workload, after a warm-up (default 1)
-    modes              of "base" (no extraction) and "extract" (default both)
     prefix_caching     default false
     engine             further keyword arguments of vllm.LLM (default none)
-
-The result, one JSON object on standard output: ``versions`` and ``modes``; for each mode ``start_seconds``
-(engine start, imports included), ``peak_rss_bytes`` (summed over the engine's processes, sampled) and
-``runs``, each with ``seconds`` until every output and every file was complete, ``tokens_per_second``,
-``generate_seconds`` and, with files, ``first_file_seconds``.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -38,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-MODES = ("base", "extract")
 FILE_TIMEOUT = 120.0
 
 # This script's own folder is not a place to import from: its neighbours' names may shadow real packages.
@@ -50,18 +45,12 @@ class PeakMemory:
 
     def __init__(self) -> None:
         self.peak = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.05):
+        while True:
             self.peak = max(self.peak, sum(_rss(pid) for pid in _family(os.getpid())))
-
-    def stop(self) -> int:
-        self._stop.set()
-        self._thread.join()
-        return self.peak
+            time.sleep(0.05)
 
 
 def _family(pid: int) -> Iterator[int]:
@@ -135,53 +124,19 @@ def run_once(llm: Any, params: Any, prompts: list[list[int]], folder: Path) -> d
     return result
 
 
-def run_mode(workload: dict[str, Any], mode: str) -> dict[str, Any]:
-    """Start the engine, warm it up, measure. Runs in a process of its own."""
-    memory = PeakMemory()
-    folder = Path(workload["output"])
-    start = time.perf_counter()
-    import safetensors
-    import torch
-    import transformers
-    import vllm
-
-    llm = vllm.LLM(**engine_arguments(workload, mode, folder))
-    started = time.perf_counter() - start
-    params = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-    prompts: list[list[int]] = workload["prompts"]
-    run_once(llm, params, [p[::-1] for p in prompts[: min(16, len(prompts))]], folder)
-    runs = []
-    for _ in range(int(workload.get("repeat", 1))):
-        time.sleep(0.2)
-        clear(folder)
-        runs.append(run_once(llm, params, prompts, folder))
-    versions = {m.__name__: str(m.__version__) for m in (vllm, torch, transformers, safetensors)}
-    return {"versions": versions, "start_seconds": started, "runs": runs, "peak_rss_bytes": memory.stop()}
-
-
 def clear(folder: Path) -> None:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
 
 
-def child(path: str, mode: str) -> None:
-    # The result goes to the real standard output; everything that vLLM prints goes to standard error.
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    result = run_mode(json.loads(Path(path).read_text()), mode)
-    print(json.dumps(result), file=answer, flush=True)
-
-
-def main(path: str) -> None:
-    workload = json.loads(Path(path).read_text())
-    Path(workload["output"]).mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"versions": {}, "modes": {}}
+@contextlib.contextmanager
+def prepared_environment() -> Iterator[None]:
+    """What vLLM's processes find: the connector of this peer, and settings for a CPU."""
     with tempfile.TemporaryDirectory(prefix="vllm-peer-") as module_folder:
         shutil.copy(HERE / "vllm_peer_connector.py", module_folder)
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(
-            p for p in (module_folder, environment.get("PYTHONPATH", "")) if p
-        )
+        sys.path.insert(0, module_folder)
+        paths = (module_folder, os.environ.get("PYTHONPATH", ""))
+        os.environ["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
         for name, value in (
             ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
             ("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)))),  # unset, vLLM takes one thread
@@ -189,24 +144,39 @@ def main(path: str) -> None:
             ("HF_HUB_OFFLINE", "1"),
             ("VLLM_NO_USAGE_STATS", "1"),
         ):
-            environment.setdefault(name, value)
-        for mode in workload.get("modes", MODES):
-            command = [sys.executable, str(Path(__file__).resolve()), path, mode]
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-            if done.returncode != 0:
-                raise SystemExit(f"vllm_peer: mode {mode} ended with status {done.returncode}")
-            answer = json.loads(done.stdout)
-            result["versions"] = answer.pop("versions")
-            result["modes"][mode] = answer
-            if mode == "base":
-                clear(Path(workload["output"]))
-    print(json.dumps(result))
+            os.environ.setdefault(name, value)
+        yield
+
+
+def main(path: str, mode: str) -> None:
+    # Answers go to the real standard output; everything that vLLM prints goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    workload = json.loads(Path(path).read_text())
+    folder = Path(workload["output"])
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def say(**values: Any) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    with prepared_environment():
+        memory = PeakMemory()
+        start = time.perf_counter()
+        import safetensors
+        import torch
+        import transformers
+        import vllm
+
+        llm = vllm.LLM(**engine_arguments(workload, mode, folder))
+        versions = {m.__name__: str(m.__version__) for m in (vllm, torch, transformers, safetensors)}
+        say(ready=True, start_seconds=time.perf_counter() - start, versions=versions)
+        params = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        for _ in sys.stdin:
+            clear(folder)
+            say(**run_once(llm, params, workload["prompts"], folder), peak_rss_bytes=memory.peak)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        main(sys.argv[1])
-    elif len(sys.argv) == 3:
-        child(sys.argv[1], sys.argv[2])
-    else:
+    if len(sys.argv) != 3 or sys.argv[2] not in ("base", "extract"):
         raise SystemExit(__doc__)
+    main(sys.argv[1], sys.argv[2])
