@@ -10,7 +10,8 @@ import pytest
 
 from layertap.bench import report
 from layertap.bench.machine import describe_machine
-from layertap.bench.peers import PeerFailedError, run_peers
+from layertap.bench.peers import run_peers
+from layertap.bench.process import PeerFailedError
 from layertap.bench.workload import Workload
 from layertap.cli import main
 
