@@ -16,7 +16,7 @@ from layertap.selection import Selection
 
 
 class Admission:
-    """Builds requests. Safe to call from any thread: nothing in it changes.
+    """Builds requests. Safe to call from any thread: nothing in it changes while the engine lives.
 
     Args:
         has_tokenizer: whether the engine can turn tokens into text.

@@ -101,22 +101,12 @@ def attend(
     q_1QTD: torch.Tensor,
     k_1KTD: torch.Tensor,
     v_1KTV: torch.Tensor,
+    kernel: ctypes.CDLL | None = None,
 ) -> torch.Tensor:
     """Attention of all tokens of the step. Returns [1, T, Q, V]. The cache already holds this step's keys and
-    values."""
-    loaded = library()
-    assert loaded is not None
-    return _run(loaded, layer, layout, q_1QTD, k_1KTD, v_1KTV)
-
-
-def _run(
-    loaded: ctypes.CDLL,
-    layer: AttentionLayer,
-    layout: BatchLayout,
-    q_1QTD: torch.Tensor,
-    k_1KTD: torch.Tensor,
-    v_1KTV: torch.Tensor,
-) -> torch.Tensor:
+    values. ``kernel``: None takes :func:`library`."""
+    kernel = kernel or library()
+    assert kernel is not None
     assert layer.key_cache is not None
     assert layer.value_cache is not None
     if layout.arrays is None:
@@ -140,7 +130,7 @@ def _run(
         key_dim=key_dim, value_dim=layer.value_dim, window=layer.window or 0,
         threads=torch.get_num_threads(), scale=layer.scale, softcap=layer.softcap or 0.0,
     )  # fmt: skip
-    getattr(loaded, _FUNCTIONS[q.dtype])(ctypes.byref(call))
+    getattr(kernel, _FUNCTIONS[q.dtype])(ctypes.byref(call))
     return out
 
 
@@ -191,7 +181,7 @@ def _difference(loaded: ctypes.CDLL, dtype: torch.dtype) -> float:
     layer.key_cache, layer.value_cache = draw(200, 2, 32), draw(200, 2, 32)
     layout = BatchLayout(torch.arange(150), [0, 80, 150], [0, 50], [None, torch.arange(199, 79, -1)])
     q, k, v = draw(1, 6, 150, 32), draw(1, 2, 150, 32), draw(1, 2, 150, 32)
-    ours = _run(loaded, layer, layout, q, k, v).float()
+    ours = attend(layer, layout, q, k, v, loaded).float()
     layer.key_cache, layer.value_cache = layer.key_cache.float(), layer.value_cache.float()
     theirs = layer.attend_each(layout, q.float(), k.float(), v.float())
     return float((ours - theirs).norm() / theirs.norm())
