@@ -70,7 +70,7 @@ class EngineConfig:
     """Longest sequence, prompt and output together. None: the model's own limit, or what fits into the
     cache."""
     max_num_batched_tokens: int | None = None
-    """Tokens computed in one step. None: 2048 on a CPU, 16384 on a GPU."""
+    """Tokens computed in one step. None: 4096 on a CPU, 16384 on a GPU."""
     max_num_seqs: int = 256
     """Sequences in flight at once."""
     block_size: int = 16

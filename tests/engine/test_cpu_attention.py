@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -296,9 +297,11 @@ def test_without_a_folder_to_keep_it_in_the_kernel_is_built_for_the_process(
 def test_a_kernel_that_is_wrong_is_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = cpu_attention._SOURCE.read_text()
+    for path in cpu_attention._SOURCES:
+        shutil.copy(path, tmp_path)
+    wrong = tmp_path / cpu_attention._SOURCE.name
+    source = wrong.read_text()
     assert "position[n] >= at" in source
-    wrong = tmp_path / "cpu_attention.cpp"
     wrong.write_text(source.replace("position[n] >= at", "position[n] > at"))
     monkeypatch.setattr(cpu_attention, "_SOURCE", wrong)
     monkeypatch.setenv("LAYERTAP_CACHE", str(tmp_path / "cache"))

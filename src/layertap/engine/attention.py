@@ -90,13 +90,13 @@ class AttentionLayer:
         assert layout is not None
         assert self.key_cache is not None
         assert self.value_cache is not None
+        if cpu_attention.supports(self, q_1QTD):
+            return cpu_attention.attend(self, layout, q_1QTD, k_1KTD, v_1KTV)
         # Every sequence's keys go in before any is read: sequences of one step may share blocks.
         self.key_cache.index_copy_(0, layout.slot_mapping, k_1KTD[0].transpose(0, 1))
         self.value_cache.index_copy_(0, layout.slot_mapping, v_1KTV[0].transpose(0, 1))
         if self._varlen(q_1QTD):
             return self._attend_varlen(layout, q_1QTD, k_1KTD, v_1KTV)
-        if cpu_attention.supports(self, q_1QTD):
-            return cpu_attention.attend(self, layout, q_1QTD, k_1KTD, v_1KTV)
         return self.attend_each(layout, q_1QTD, k_1KTD, v_1KTV)
 
     def _varlen(self, q: torch.Tensor) -> bool:

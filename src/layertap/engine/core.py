@@ -35,7 +35,7 @@ from layertap.sampling_params import SamplingParams
 
 logger = logging.getLogger("layertap")
 
-_CPU_STEP_TOKENS = 2048
+_CPU_STEP_TOKENS = 4096
 _CUDA_STEP_TOKENS = 16384
 
 

@@ -5,7 +5,7 @@
 // they lie, in the batch or in the cache, and the softmax of a row needs no sum across lanes. Softmax runs online over
 // blocks of keys (as in FlashAttention, Dao et al. 2022), in float32 and base 2. bfloat16 inputs go through the
 // processor's pair products where it has them (AVX512-BF16), with probabilities rounded to bfloat16 for the second
-// product; else everything is float32.
+// product, or through its tile matrix unit (AMX, cpu_attention_amx.h); else everything is float32.
 //
 // Built by cpu_attention.py with -march=native; plain C interface, no PyTorch headers.
 
@@ -17,6 +17,11 @@
 #include <vector>
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define LAYERTAP_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace {
@@ -37,11 +42,12 @@ typedef float Vec __attribute__((vector_size(W * 4)));
 typedef int32_t IntVec __attribute__((vector_size(W * 4)));
 
 struct Call {
-    const void *query, *key, *value, *key_cache, *value_cache;
-    void *out;
+    const void *query, *key, *value;
+    void *key_cache, *value_cache, *out;
     const float *sinks;                 // [query heads], or null
     const int64_t *starts, *contexts;   // [sequences + 1], [sequences]
     const int64_t *const *slots;        // for each sequence with a context: the slots of all its tokens
+    const int64_t *mapping;             // [tokens]: the slots that their keys and values are put into first; null: none
     int64_t query_head, query_token, key_head, key_token, value_head, value_token;  // strides, in elements
     int64_t key_slot, key_slot_head, value_slot, value_slot_head, out_token, out_head;
     int64_t sequences, heads, kv_heads, key_dim, value_dim;
@@ -331,12 +337,38 @@ template <class P, int N> void run_tile(const Call &c, const Task &task, Scratch
     }
 }
 
-template <class P> void run(const Call &c) {
+// A thread's part of the work: takes tiles of up to ROWS rows, one after the other.
+template <class P> struct Vectors {
+    typedef typename P::T T;
+    static constexpr int ROWS = W * WIDE;
+    const Call &c;
+    Scratch scratch;
+    explicit Vectors(const Call &call) : c(call), scratch(call) {}
+    void run(const Task &task, int64_t rows) {
+        if (rows <= W) run_tile<P, 1>(c, task, scratch);
+        else run_tile<P, WIDE>(c, task, scratch);
+    }
+};
+
+#if defined(LAYERTAP_AMX)
+#include "cpu_attention_amx.h"
+#endif
+
+template <class T> void store(const Call &c, int64_t token) {
+    for (int64_t head = 0; head < c.kv_heads; head++) {
+        memcpy((T *)c.key_cache + c.mapping[token] * c.key_slot + head * c.key_slot_head,
+               (const T *)c.key + token * c.key_token + head * c.key_head, c.key_dim * sizeof(T));
+        memcpy((T *)c.value_cache + c.mapping[token] * c.value_slot + head * c.value_slot_head,
+               (const T *)c.value + token * c.value_token + head * c.value_head, c.value_dim * sizeof(T));
+    }
+}
+
+template <class Worker> void run(const Call &c) {
     const int64_t group = c.heads / c.kv_heads;
     std::vector<Task> tasks;
     for (int64_t i = 0; i < c.sequences; i++) {
         const int64_t rows = (c.starts[i + 1] - c.starts[i]) * group;
-        for (int64_t first = 0; first < rows; first += W * WIDE)
+        for (int64_t first = 0; first < rows; first += Worker::ROWS)
             for (int64_t head = 0; head < c.kv_heads; head++) {
                 int64_t keys = c.contexts[i] + first / group;
                 if (c.window) keys = std::min(keys, c.window);
@@ -348,23 +380,30 @@ template <class P> void run(const Call &c) {
     const int64_t count = (int64_t)tasks.size();
 #pragma omp parallel num_threads((int)std::min(c.threads, count))
     {
-        Scratch scratch(c);
+        // All of them go in before any is read: sequences of one step may share blocks.
+        if (c.mapping) {
+#pragma omp for schedule(static)
+            for (int64_t t = c.starts[0]; t < c.starts[c.sequences]; t++) store<typename Worker::T>(c, t);
+        }
+        Worker worker(c);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < count; i++) {
             const int64_t rows = (c.starts[tasks[i].sequence + 1] - c.starts[tasks[i].sequence]) * group;
-            if (rows - tasks[i].first_row <= W) run_tile<P, 1>(c, tasks[i], scratch);
-            else run_tile<P, WIDE>(c, tasks[i], scratch);
+            worker.run(tasks[i], rows - tasks[i].first_row);
         }
     }
 }
 
 }  // namespace
 
-extern "C" void layertap_attention_float32(const Call *c) { run<Singles<Float32>>(*c); }
+extern "C" void layertap_attention_float32(const Call *c) { run<Vectors<Singles<Float32>>>(*c); }
 
 extern "C" void layertap_attention_bfloat16(const Call *c) {
-#if defined(__AVX512BF16__)
-    if (c->key_dim % 2 == 0) return run<Pairs>(*c);
+#if defined(LAYERTAP_AMX)
+    if (Matrices::compute(*c)) return run<Matrices>(*c);
 #endif
-    run<Singles<BFloat16>>(*c);
+#if defined(__AVX512BF16__)
+    if (c->key_dim % 2 == 0) return run<Vectors<Pairs>>(*c);
+#endif
+    run<Vectors<Singles<BFloat16>>>(*c);
 }

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("layertap")
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
+_SOURCES = (_SOURCE, _SOURCE.with_name("cpu_attention_amx.h"))
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fopenmp", "-fPIC", "-shared")
 _FUNCTIONS = {torch.float32: "layertap_attention_float32", torch.bfloat16: "layertap_attention_bfloat16"}
 _BUILD_SECONDS = 120
@@ -49,6 +50,7 @@ _POINTERS = (
     "starts",
     "contexts",
     "slots",
+    "mapping",
 )
 _NUMBERS = (
     "query_head", "query_token", "key_head", "key_token", "value_head", "value_token",
@@ -103,12 +105,21 @@ def attend(
     v_1KTV: torch.Tensor,
     kernel: ctypes.CDLL | None = None,
 ) -> torch.Tensor:
-    """Attention of all tokens of the step. Returns [1, T, Q, V]. The cache already holds this step's keys and
-    values. ``kernel``: None takes :func:`library`."""
+    """Put the step's keys and values into the cache, then attend. Returns [1, T, Q, V].
+
+    ``kernel``: None takes :func:`library`.
+
+    Raises:
+        ValueError: keys or values do not fit the cache.
+    """
     kernel = kernel or library()
     assert kernel is not None
     assert layer.key_cache is not None
     assert layer.value_cache is not None
+    for name, rows, cache in (("keys", k_1KTD, layer.key_cache), ("values", v_1KTV, layer.value_cache)):
+        fits = (*cache.shape[1:], cache.dtype)
+        if (rows.shape[1], rows.shape[3], rows.dtype) != fits or rows.shape[2] != q_1QTD.shape[2]:
+            raise ValueError(f"{name} {list(rows.shape)} {rows.dtype}: the cache has [heads, dim], dtype {fits}")
     if layout.arrays is None:
         layout.arrays = StepArrays(layout)
     q, k, v = (_rows(x) for x in (q_1QTD, k_1KTD, v_1KTV))
@@ -120,7 +131,7 @@ def attend(
         key_cache=layer.key_cache.data_ptr(), value_cache=layer.value_cache.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
         starts=layout.arrays.starts.ctypes.data, contexts=layout.arrays.contexts.ctypes.data,
-        slots=layout.arrays.slots.ctypes.data,
+        slots=layout.arrays.slots.ctypes.data, mapping=layout.slot_mapping.data_ptr(),
         query_head=q.stride(1), query_token=q.stride(2), key_head=k.stride(1), key_token=k.stride(2),
         value_head=v.stride(1), value_token=v.stride(2),
         key_slot=layer.key_cache.stride(0), key_slot_head=layer.key_cache.stride(1),
@@ -179,7 +190,8 @@ def _difference(loaded: ctypes.CDLL, dtype: torch.dtype) -> float:
 
     layer = AttentionLayer(StepState(), num_kv_heads=2, key_dim=32, value_dim=32, scale=0.2, native=False)
     layer.key_cache, layer.value_cache = draw(200, 2, 32), draw(200, 2, 32)
-    layout = BatchLayout(torch.arange(150), [0, 80, 150], [0, 50], [None, torch.arange(199, 79, -1)])
+    own = torch.arange(199, 79, -1)
+    layout = BatchLayout(torch.cat([torch.arange(80), own[50:]]), [0, 80, 150], [0, 50], [None, own])
     q, k, v = draw(1, 6, 150, 32), draw(1, 2, 150, 32), draw(1, 2, 150, 32)
     ours = attend(layer, layout, q, k, v, loaded).float()
     layer.key_cache, layer.value_cache = layer.key_cache.float(), layer.value_cache.float()
@@ -191,7 +203,7 @@ def _load(compiler: Sequence[str]) -> ctypes.CDLL:
     """The library for this source, compiler and processor: from the user's cache, or built now."""
     version = _output(*compiler, "--version")
     command = " ".join([*compiler, *_FLAGS]).encode()
-    key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), version, command, _processor()]))
+    key = hashlib.sha256(b"\0".join([*(p.read_bytes() for p in _SOURCES), version, command, _processor()]))
     name = f"cpu_attention-{key.hexdigest()[:16]}.so"
     try:
         return ctypes.CDLL(str(_cached(cache_folder() / "kernels" / name, compiler)))
