@@ -151,7 +151,8 @@ def run_peers(
             note(f"{worker.name}: warming up")
             worker.run()
         for turn in range(repeat):
-            for worker in workers:
+            # Every other round backwards: what ran before leaves traces in caches and memory.
+            for worker in workers if turn % 2 == 0 else reversed(workers):
                 result = worker.run()
                 results[worker.name].runs.append(result)
                 note(f"{worker.name}: run {turn + 1} of {repeat}, {total / result['seconds']:,.0f} tokens/s")

@@ -25,7 +25,7 @@ class Workload:
     shared_prefix: int = 0
     """Tokens that all prompts begin with."""
     dtype: str = "bfloat16"
-    token_budget: int = 2048
+    token_budget: int = 4096
     vocab_size: int = 49152
     seed: int = 0
     prefix_caching: bool = False

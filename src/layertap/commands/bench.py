@@ -46,7 +46,7 @@ def bench(
     min_tokens: Annotated[int, typer.Option(help="Shortest prompt.", min=1)] = 16,
     max_tokens: Annotated[int, typer.Option(help="Longest prompt.", min=1)] = 900,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    token_budget: Annotated[int, typer.Option(help="Tokens a step.", min=16)] = 2048,
+    token_budget: Annotated[int, typer.Option(help="Tokens a step.", min=16)] = 4096,
     repeat: Annotated[int, typer.Option(help="Measured runs of each way, after a warm-up.", min=1)] = 3,
     compiled: Annotated[
         bool | None,

@@ -32,7 +32,7 @@ ENGINE_OPTIONS: dict[str, Any] = {
         int | None, _option("Longest sequence, prompt and output together.", **_COUNT)
     ],
     "max_num_batched_tokens": Annotated[
-        int | None, _option("Tokens computed in one step [default: 2048 on a CPU, 16384 on a GPU].", **_COUNT)
+        int | None, _option("Tokens computed in one step [default: 4096 on a CPU, 16384 on a GPU].", **_COUNT)
     ],
     "max_num_seqs": Annotated[int | None, _option("Sequences in flight at once [default: 256].", **_COUNT)],
     "block_size": Annotated[int | None, _option("Tokens in one cache block [default: 16].", **_COUNT)],
