@@ -161,6 +161,19 @@ def test_a_nan_stays_one_whatever_its_bits(bits: int, softcap: float | None) -> 
 
 
 @needs_kernel
+@pytest.mark.parametrize("wrong", ["key", "value"])
+@pytest.mark.parametrize("change", ["dtype", "dim", "heads", "tokens"])
+def test_keys_and_values_that_do_not_fit_the_cache_are_refused(wrong: str, change: str) -> None:
+    layer = AttentionLayer(StepState(), 2, 16, 16, 0.25)
+    layout, q, k, v = step([5], [3], layer, 4, torch.bfloat16)
+    layer.step.layout = layout
+    x = k if wrong == "key" else v
+    x = {"dtype": x.float(), "dim": x[..., :8], "heads": x[:, :1], "tokens": x[:, :, :4]}[change]
+    with pytest.raises(ValueError, match=f"{wrong}s .* the cache takes"):
+        layer(q, *((x, v) if wrong == "key" else (k, x)))
+
+
+@needs_kernel
 @pytest.mark.parametrize("wrong", ["dtype", "key dim", "heads"])
 def test_inputs_that_do_not_belong_together_are_refused(wrong: str) -> None:
     layer = AttentionLayer(StepState(), 2, 16, 16, 0.25)
@@ -175,6 +188,17 @@ def test_inputs_that_do_not_belong_together_are_refused(wrong: str) -> None:
 def test_large_scores_do_not_overflow() -> None:
     layer = AttentionLayer(StepState(), 1, 16, 16, 100.0)
     close(*both(layer, *step([80], [0], layer, 1, torch.float32)))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("growth", [0.01, 0.2, -0.2], ids=["slow", "fast", "falling"])
+def test_maxima_that_move_from_block_to_block(growth: float, dtype: torch.dtype) -> None:
+    layer = AttentionLayer(StepState(), 1, 64, 64, 1.0)
+    layout, q, k, v = step([500, 150], [0, 300], layer, 3, dtype)
+    q[..., 0], q[..., 1:] = 1.0, 0.0
+    k[..., 0] += growth * torch.arange(650)  # every query's scores rise, or fall, along the sequence
+    close(*both(layer, layout, q, k, v))
 
 
 @needs_kernel

@@ -119,7 +119,8 @@ def attend(
     for name, rows, cache in (("keys", k_1KTD, layer.key_cache), ("values", v_1KTV, layer.value_cache)):
         fits = (*cache.shape[1:], cache.dtype)
         if (rows.shape[1], rows.shape[3], rows.dtype) != fits or rows.shape[2] != q_1QTD.shape[2]:
-            raise ValueError(f"{name} {list(rows.shape)} {rows.dtype}: the cache has [heads, dim], dtype {fits}")
+            given = f"{name} {list(rows.shape)} {rows.dtype}"
+            raise ValueError(f"{given}: the cache takes (heads, dim, dtype) {fits}")
     if layout.arrays is None:
         layout.arrays = StepArrays(layout)
     q, k, v = (_rows(x) for x in (q_1QTD, k_1KTD, v_1KTV))
