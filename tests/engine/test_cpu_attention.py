@@ -137,9 +137,12 @@ def test_reads_the_cache_where_a_sequence_has_a_context() -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_what_is_not_finite_stays_so_and_reaches_no_other_sequence(dtype: torch.dtype) -> None:
-    layer = AttentionLayer(StepState(), 1, 16, 16, 0.25)
-    layout, q, k, v = step([5, 5, 5], [0, 0, 0], layer, 2, dtype)
+@pytest.mark.parametrize(("dim", "heads"), [(16, 2), (64, 6)], ids=["small", "tiles"])
+def test_what_is_not_finite_stays_so_and_reaches_no_other_sequence(
+    dim: int, heads: int, dtype: torch.dtype
+) -> None:
+    layer = AttentionLayer(StepState(), 1, dim, dim, 0.25)
+    layout, q, k, v = step([5, 5, 5], [0, 0, 0], layer, heads, dtype)
     v[:, :, 7] = float("nan")
     k[:, :, 12] = float("nan")
     layer.step.layout = layout
