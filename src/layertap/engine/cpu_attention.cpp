@@ -47,7 +47,7 @@ struct Call {
     const float *sinks;                 // [query heads], or null
     const int64_t *starts, *contexts;   // [sequences + 1], [sequences]
     const int64_t *const *slots;        // for each sequence with a context: the slots of all its tokens
-    const int64_t *mapping;             // [tokens]: the slots that their keys and values are put into first; null: none
+    const int64_t *mapping;             // [tokens]: the slots that their keys and values are put into first
     int64_t query_head, query_token, key_head, key_token, value_head, value_token;  // strides, in elements
     int64_t key_slot, key_slot_head, value_slot, value_slot_head, out_token, out_head;
     int64_t sequences, heads, kv_heads, key_dim, value_dim;
@@ -381,10 +381,8 @@ template <class Worker> void run(const Call &c) {
 #pragma omp parallel num_threads((int)std::min(c.threads, count))
     {
         // All of them go in before any is read: sequences of one step may share blocks.
-        if (c.mapping) {
 #pragma omp for schedule(static)
-            for (int64_t t = c.starts[0]; t < c.starts[c.sequences]; t++) store<typename Worker::T>(c, t);
-        }
+        for (int64_t t = c.starts[0]; t < c.starts[c.sequences]; t++) store<typename Worker::T>(c, t);
         Worker worker(c);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < count; i++) {

@@ -92,7 +92,26 @@ struct Matrices {
         for (int i = 0; i < 16; i++) r[i] = t[i];
     }
 
-    // scores[j][row] for the block's keys: 32 keys x 32 rows at a time.
+    // Tiles 0 to 3, 32 rows x 32 columns of float32, += 32 rows of a x 32 columns of b, over 32 bfloat16 of depth.
+    static void multiply(const uint16_t *a, int64_t stride, const uint32_t *b) {
+        _tile_loadd(4, a, stride * 2);
+        _tile_loadd(5, a + 16 * stride, stride * 2);
+        _tile_loadd(6, b, ROWS * 4);
+        _tile_loadd(7, b + 16, ROWS * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+
+    static void put(float *to) {
+        _tile_stored(0, to, ROWS * 4);
+        _tile_stored(1, to + 16, ROWS * 4);
+        _tile_stored(2, to + 16 * ROWS, ROWS * 4);
+        _tile_stored(3, to + 16 * ROWS + 16, ROWS * 4);
+    }
+
+    // scores[j][row] for the block's keys.
     void first_product(const uint16_t *from, int64_t stride, int count) {
         visible(query);
         for (int j = 0; j < count; j += 32)
@@ -101,20 +120,9 @@ struct Matrices {
                 _tile_zero(1);
                 _tile_zero(2);
                 _tile_zero(3);
-                for (int64_t d = 0; d < c.key_dim; d += 32) {
-                    _tile_loadd(4, from + j * stride + d, stride * 2);
-                    _tile_loadd(5, from + (j + 16) * stride + d, stride * 2);
-                    _tile_loadd(6, query + d / 2 * ROWS + n * 16, ROWS * 4);
-                    _tile_loadd(7, query + d / 2 * ROWS + n * 16 + 16, ROWS * 4);
-                    _tile_dpbf16ps(0, 4, 6);
-                    _tile_dpbf16ps(1, 4, 7);
-                    _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
-                }
-                _tile_stored(0, scores + j * ROWS + n * 16, ROWS * 4);
-                _tile_stored(1, scores + j * ROWS + n * 16 + 16, ROWS * 4);
-                _tile_stored(2, scores + (j + 16) * ROWS + n * 16, ROWS * 4);
-                _tile_stored(3, scores + (j + 16) * ROWS + n * 16 + 16, ROWS * 4);
+                for (int64_t d = 0; d < c.key_dim; d += 32)
+                    multiply(from + j * stride + d, stride, query + d / 2 * ROWS + n * 16);
+                put(scores + j * ROWS + n * 16);
             }
     }
 
@@ -128,20 +136,9 @@ struct Matrices {
                 _tile_loadd(1, to + 16, ROWS * 4);
                 _tile_loadd(2, to + 16 * ROWS, ROWS * 4);
                 _tile_loadd(3, to + 16 * ROWS + 16, ROWS * 4);
-                for (int j = 0; j < count; j += 32) {
-                    _tile_loadd(4, values + d * KEYS + j, KEYS * 2);
-                    _tile_loadd(5, values + (d + 16) * KEYS + j, KEYS * 2);
-                    _tile_loadd(6, probabilities + j / 2 * ROWS + n * 16, ROWS * 4);
-                    _tile_loadd(7, probabilities + j / 2 * ROWS + n * 16 + 16, ROWS * 4);
-                    _tile_dpbf16ps(0, 4, 6);
-                    _tile_dpbf16ps(1, 4, 7);
-                    _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
-                }
-                _tile_stored(0, to, ROWS * 4);
-                _tile_stored(1, to + 16, ROWS * 4);
-                _tile_stored(2, to + 16 * ROWS, ROWS * 4);
-                _tile_stored(3, to + 16 * ROWS + 16, ROWS * 4);
+                for (int j = 0; j < count; j += 32)
+                    multiply(values + d * KEYS + j, KEYS, probabilities + j / 2 * ROWS + n * 16);
+                put(to);
             }
     }
 
@@ -260,21 +257,16 @@ struct Matrices {
             alignas(64) static constexpr uint16_t PAIR[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                               8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
             const __m512i pair = _mm512_load_si512(PAIR);
+            const auto probability = [&](int j) {
+                return exp2(_mm512_fmsub_ps(_mm512_load_ps(s + j * ROWS), factor, low));
+            };
             __m512 evens = sum[n], odds = _mm512_setzero_ps();
             int j = 0;
-            for (; j + 1 < count; j += 2) {
-                const __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(s + j * ROWS), factor, low));
-                const __m512 odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(s + (j + 1) * ROWS), factor, low));
+            for (; j < count; j += 2) {
+                const __m512 even = probability(j), odd = j + 1 < count ? probability(j + 1) : _mm512_setzero_ps();
                 evens = _mm512_add_ps(evens, even);
                 odds = _mm512_add_ps(odds, odd);
                 _mm512_store_si512(p + j / 2 * ROWS, _mm512_permutexvar_epi16(pair, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
-            }
-            if (j < count) {
-                const __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(s + j * ROWS), factor, low));
-                evens = _mm512_add_ps(evens, even);
-                _mm512_store_si512(p + j / 2 * ROWS,
-                                   _mm512_permutexvar_epi16(pair, (__m512i)_mm512_cvtne2ps_pbh(_mm512_setzero_ps(), even)));
-                j += 2;
             }
             for (; j % 32; j += 2) _mm512_store_si512(p + j / 2 * ROWS, _mm512_setzero_si512());
             sum[n] = _mm512_add_ps(evens, odds);
