@@ -58,7 +58,8 @@ def test_one_that_is_late_is_stopped_at_once(process: JsonProcess) -> None:
     process.ask(sleep=600)
     with pytest.raises(OutOfTimeError, match="echo was stopped after"):
         process.answer(time.monotonic() + 0.7, every=0.2, waiting=waits.append)
-    assert 1 <= len(waits) <= 3
+    assert 1 <= len(waits) <= 3  # a busy machine may tell fewer
+    assert all(seconds >= 0.2 * (i + 1) for i, seconds in enumerate(waits))
     begun = time.monotonic()
     process.close()
     assert time.monotonic() - begun < 10
