@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 
 from layertap import InvalidInputError
 from layertap.corpus.names import RecordNames
-from layertap.corpus.prompts import PromptLine, count_lines, lines_of, read_prompts
+from layertap.corpus.prompts import PromptLine, check_source, count_lines, lines_of, read_prompts
 
 
 def written(folder: Path, name: str, data: bytes) -> Path:
@@ -70,6 +72,18 @@ def test_standard_input_is_recognised_by_its_first_character(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
     assert list(read_prompts("-")) == [PromptLine(0, "stdin:1", prompt)]
     assert count_lines("-") is None
+
+
+def test_a_named_pipe_is_opened_once_and_recognised_by_its_first_character(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    lines = '{"prompt": "a"}\n{"prompt": "b"}\n'
+    writer = threading.Thread(target=pipe.write_text, args=(lines,), daemon=True)
+    writer.start()
+    check_source(pipe)
+    assert [p.prompt for p in read_prompts(pipe)] == [{"prompt": "a"}, {"prompt": "b"}]
+    writer.join(5)
+    assert not writer.is_alive()
 
 
 def test_the_format_can_be_given(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def check_source(source: str | os.PathLike[str]) -> None:
     Raises:
         InvalidInputError: it is missing, a folder, or not readable.
     """
-    if os.fspath(source) == "-":
+    if os.fspath(source) == "-" or _is_pipe(source):
         return
     try:
         with open(source, "rb"):
@@ -50,6 +50,11 @@ def check_source(source: str | os.PathLike[str]) -> None:
         raise InvalidInputError(
             "prompts", os.fspath(source), f"a readable .jsonl or .txt file, or - for stdin ({e.strerror})"
         ) from None
+
+
+def _is_pipe(source: str | os.PathLike[str]) -> bool:
+    """Whether it can be opened only once: a named pipe, or what a shell makes of ``<(command)``."""
+    return Path(source).is_fifo()
 
 
 def read_prompts(
@@ -64,7 +69,7 @@ def read_prompts(
     Args:
         source: a path, or ``"-"`` for standard input.
         prompts_format: ``"auto"`` goes by the suffix (``.jsonl``, ``.ndjson``, ``.json``: JSONL, else text),
-            and for standard input by its first character (``{``, ``[`` or ``"``: JSONL).
+            and for standard input and pipes by the first character (``{``, ``[`` or ``"``: JSONL).
 
     Raises:
         InvalidInputError: the file cannot be read.
@@ -81,8 +86,8 @@ def _read(source: str, prompts_format: PromptsFormat) -> Iterator[PromptLine]:
         jsonl: bool | None = None
     else:
         name = Path(source).name
+        jsonl = source.lower().endswith(_JSONL_SUFFIXES) or (None if _is_pipe(source) else False)
         opened = open(source, "rb")  # type: ignore[assignment]  # noqa: SIM115 - closed below
-        jsonl = source.lower().endswith(_JSONL_SUFFIXES)
     if prompts_format != "auto":
         jsonl = prompts_format == "jsonl"
     index = 0
