@@ -7,7 +7,7 @@ A WAY is ``none`` (no extraction), ``drop`` (states are gathered and copied to t
 (``load_format="dummy"``: MODEL may be a folder with nothing but a ``config.json``), is warmed up and then
 measured ``--repeat`` times. Beside tokens/s it reports where the engine's thread and the writers' threads
 spend their time; ``--trace FOLDER`` also writes a trace of one run for a timeline viewer, and says for how
-much of it the GPU was busy.
+much of it the GPU was busy, and which kernels took the time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from layertap import LLM, SamplingParams
 from layertap.connectors.producing import ProducingConnector
 from layertap.sinks.base import RecordSpec, RecordWriter, Sink
 
+_KINDS = 24
 WAYS = ("none", "drop", "files:1", "files:4", "files:8")
 
 
@@ -99,9 +101,17 @@ class StepTimer:
         runner.execute = timed  # type: ignore[method-assign]
 
 
-def gpu_busy(trace: Path) -> float | None:
+def kernel_seconds(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of each kind of kernel or copy, the longest first."""
+    seconds: Counter[str] = Counter()
+    for e in events:
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            seconds[e["name"][:100]] += e["dur"] / 1e6
+    return dict(seconds.most_common(_KINDS))
+
+
+def gpu_busy(events: list[dict[str, Any]]) -> float | None:
     """Share of the time from the first to the last kernel in which at least one kernel or copy ran."""
-    events = json.loads(trace.read_text())["traceEvents"]
     spans = sorted(
         (e["ts"], e["ts"] + e["dur"])
         for e in events
@@ -171,7 +181,9 @@ def measure(args: argparse.Namespace, way: str) -> dict[str, Any]:
         with torch.profiler.profile(activities=kinds) as profile:
             run()
         profile.export_chrome_trace(str(file))
-        result["gpu_busy"] = gpu_busy(file)
+        events = json.loads(file.read_text())["traceEvents"]
+        result["gpu_busy"] = gpu_busy(events)
+        result["kernel_seconds"] = kernel_seconds(events)
     llm.close()
     shutil.rmtree(folder, ignore_errors=True)
     return result
@@ -208,6 +220,8 @@ def main() -> None:
             f"{way}: {best['tokens_per_second']:,.0f} tokens/s in {best['seconds']:.2f} s; {parts}{busy}",
             flush=True,
         )
+        for name, seconds in result.get("kernel_seconds", {}).items():
+            print(f"  {seconds * 1e3:9.1f} ms  {name}", flush=True)
         if args.output is not None:
             device = (
                 torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"

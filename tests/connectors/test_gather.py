@@ -26,14 +26,15 @@ def test_rows_are_picked_from_any_layout(layout: str, columns: tuple[int, ...]) 
     cache = cache_of(layout)
     assert torch.equal(cache, cache_of("plain"))
     slots = torch.tensor([23, 0, 5, 5, 12])
-    rows = PagedRows(cache).pick(slots, columns)
+    rows, magnitudes = PagedRows(cache).pick(slots, columns)
     assert rows.is_contiguous()
     expected = torch.stack([cache[s // 4, s % 4][list(columns)] for s in slots.tolist()])
     assert torch.equal(rows, expected)
+    assert torch.equal(magnitudes.view(torch.float32), expected.abs().amax(dim=2))
 
 
 def test_columns_change_between_calls() -> None:
     rows = PagedRows(cache_of("plain"))
     slots = torch.tensor([1, 2])
-    assert torch.equal(rows.pick(slots, (1,)), rows.pick(slots, (0, 1))[:, 1:])
-    assert torch.equal(rows.pick(slots, (2, 0))[:, 0], rows.pick(slots, (0, 1, 2))[:, 2])
+    assert torch.equal(rows.pick(slots, (1,))[0], rows.pick(slots, (0, 1))[0][:, 1:])
+    assert torch.equal(rows.pick(slots, (2, 0))[0][:, 0], rows.pick(slots, (0, 1, 2))[0][:, 2])

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from layertap.kernels.triton_support import use_triton
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 FP8_MAX = 448.0
@@ -223,33 +225,42 @@ def _cast(values_nLH: torch.Tensor, out_nLH: torch.Tensor, scales_n11: Array | N
 
 
 class PagedRows:
-    """Picks rows out of a cache with as few kernels as its layout allows.
+    """Picks rows out of a cache on a GPU, with their largest magnitudes.
 
     Args:
-        cache: [num_blocks, block_size, C, H] of any strides, on any device.
+        cache: [num_blocks, block_size, C, H] of any strides.
     """
 
     def __init__(self, cache: torch.Tensor) -> None:
         self._cache = cache
         self._block_size = cache.shape[1]
-        # [slots, C, H], where blocks lie back to back: then a slot is an index.
-        self._flat = cache.flatten(0, 1) if cache.is_contiguous() else None
-        self._whole = tuple(range(cache.shape[2]))
         self._columns: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def pick(self, slots_n: torch.Tensor, columns: Sequence[int]) -> torch.Tensor:
-        """[n, L, H], contiguous. ``slots_n``: [n] int64 on the cache's device."""
+    def pick(self, slots_n: torch.Tensor, columns: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [n, L, H], contiguous, and the bits [n, L] int32 of their largest magnitudes (see
+        :func:`magnitude_bits`). ``slots_n``: [n] int64 on the cache's device."""
         key = tuple(columns)
-        if self._flat is not None and key == self._whole:
-            return self._flat.index_select(0, slots_n)
         if key not in self._columns:
             self._columns.clear()
             self._columns[key] = torch.tensor(key, device=self._cache.device)
         columns_L = self._columns[key]
-        if self._flat is not None:
-            return self._flat[slots_n[:, None], columns_L[None, :]]
+        if use_triton(self._cache) and self._cache.stride(3) == 1:
+            from layertap.kernels.paged_gather import gather_rows
+
+            return gather_rows(self._cache, slots_n, columns_L, self._block_size)
         block, offset = slots_n // self._block_size, slots_n % self._block_size
-        return self._cache[block[:, None], offset[:, None], columns_L[None, :]]
+        rows = self._cache[block[:, None], offset[:, None], columns_L[None, :]]
+        signed = rows.view(_TORCH_SIGNED[rows.element_size()])
+        return rows, (signed & torch.iinfo(signed.dtype).max).amax(dim=2).int()
+
+
+def _floats_on_device(bits_nL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float32 values of int32 magnitude bits of ``dtype``."""
+    if dtype == torch.bfloat16:
+        return (bits_nL << 16).view(torch.float32)
+    if dtype == torch.float16:
+        return bits_nL.to(torch.int16).view(torch.float16).float()
+    return bits_nL.view(torch.float32)
 
 
 class CudaGather(Gather):
@@ -281,25 +292,33 @@ class CudaGather(Gather):
                 self._stream.wait_event(event)
             # Pinned: a copy from pageable memory waits for all that the stream waits for.
             where = torch.from_numpy(slots).pin_memory().to(device, non_blocking=True)
-            rows = self._rows.pick(where, columns)
-            low, high = torch.aminmax(rows, dim=2)
-            absmax = torch.maximum(high, -low).float()
+            rows, bits = self._rows.pick(where, columns)
             scales = None
             if dtype == torch.float8_e4m3fn:
-                largest = absmax.amax(dim=1)[:, None, None]
+                largest = _floats_on_device(bits, self.dtype).amax(dim=1)[:, None, None]
                 # By a tensor: a division by a scalar becomes a multiplication on a GPU and rounds otherwise.
                 scales = (largest / torch.full_like(largest, FP8_MAX)).clamp_(min=MIN_SCALE)
                 rows = rows.float().div_(scales).to(dtype)
+                scales = _to_pinned(scales)
             else:
                 rows = rows.to(dtype)
             hidden = view_of(buffer, len(slots), len(columns), self.hidden_size, dtype)
             hidden.copy_(rows, non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            bits = _to_pinned(bits)
+            # Blocking: a writer that waits leaves its core alone.
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(self._stream)
-            return hidden, scales, absmax, rows, done
+            return hidden, scales, bits, rows, done
 
     def finish(self, started: Any) -> Chunk:
-        hidden, scales, absmax, _, done = started
+        hidden, scales, bits, _, done = started
         done.synchronize()
-        with torch.cuda.device(self._cache.device), torch.cuda.stream(self._stream):
-            return Chunk(hidden, None if scales is None else scales.cpu(), absmax.cpu().numpy())
+        magnitudes: Array = bits.numpy().astype(_SIGNED[self.dtype.itemsize])
+        return Chunk(hidden, scales, _floats(magnitudes, self.dtype))
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in page-locked memory, there once the current stream has come so far."""
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    target.copy_(tensor, non_blocking=True)
+    return target

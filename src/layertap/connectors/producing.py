@@ -18,6 +18,14 @@ from layertap.errors import InvalidInputError
 from layertap.selection import Selection
 from layertap.sinks.base import Sink
 
+GPU_DEFAULTS: dict[str, Any] = {
+    # One thread writes 1 to 2 GB/s, a GPU makes more; two buffers for each, of which one is filled while the
+    # other is written.
+    "num_writer_threads": 8,
+    "staging_chunk_bytes": DEFAULT_CHUNK_BYTES // 2,
+    "staging_ring_bytes": 2 * DEFAULT_RING_BYTES,
+}
+
 _EXTRA = "kv_transfer_config.kv_connector_extra_config"
 
 
@@ -32,14 +40,14 @@ class ProducingConnector(KVConnectorBase):
         "staging_chunk_bytes": DEFAULT_CHUNK_BYTES,
         "staging_ring_bytes": DEFAULT_RING_BYTES,
     }
-    """Known keys of ``kv_connector_extra_config`` with their defaults (on a GPU, four writer threads)."""
+    """Known keys of ``kv_connector_extra_config`` with their defaults (on a GPU, :data:`GPU_DEFAULTS`)."""
 
     def __init__(self, kv_transfer_config: KVTransferConfig, engine_info: EngineInfo) -> None:
         super().__init__(kv_transfer_config, engine_info)
-        self._options = check_options(kv_transfer_config.kv_connector_extra_config, self.options)
-        given = kv_transfer_config.kv_connector_extra_config
-        if engine_info.device.type == "cuda" and "num_writer_threads" not in given:
-            self._options["num_writer_threads"] = 4  # one thread writes 1 to 2 GB/s, a GPU makes more
+        on_gpu = engine_info.device.type == "cuda"
+        self._options = check_options(
+            kv_transfer_config.kv_connector_extra_config, self.options | (GPU_DEFAULTS if on_gpu else {})
+        )
         self.sink = self.make_sink(self._options)
         self._producer: Producer | None = None
         self._completed: dict[str, Outcome] = {}

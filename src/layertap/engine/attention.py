@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from layertap.engine import cpu_attention
+from layertap.kernels.triton_support import use_triton
 
 IMPLEMENTATION = "layertap"
 
@@ -43,6 +44,8 @@ class BatchLayout:
     max_seqlen_k: int = 0
     all_slots: torch.Tensor | None = None
     """[sum of m] int64: every token of every sequence, in order; None when no sequence has a context."""
+    keep_kv: bool = True
+    """Whether a later step may read this step's keys and values: only then need they be stored."""
     arrays: cpu_attention.StepArrays | None = None
     """The same for the CPU kernel; made by the first layer that needs it."""
 
@@ -84,20 +87,51 @@ class AttentionLayer:
         self.key_cache = torch.zeros(*shape, self.key_dim, dtype=dtype, device=device)
         self.value_cache = torch.zeros(*shape, self.value_dim, dtype=dtype, device=device)
 
-    def __call__(self, q_1QTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTV: torch.Tensor) -> torch.Tensor:
-        """Store this step's keys and values, then attend. Returns [1, T, Q, V]."""
+    def __call__(
+        self,
+        q_1QTD: torch.Tensor,
+        k_1KTD: torch.Tensor,
+        v_1KTV: torch.Tensor,
+        out_1TQV: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store this step's keys and values, then attend. Returns [1, T, Q, V], in ``out_1TQV`` if it is
+        given."""
+        out = self._run(q_1QTD, k_1KTD, v_1KTV, out_1TQV)
+        if out_1TQV is not None and out is not out_1TQV:
+            out_1TQV.copy_(out)
+            return out_1TQV
+        return out
+
+    def _run(
+        self,
+        q_1QTD: torch.Tensor,
+        k_1KTD: torch.Tensor,
+        v_1KTV: torch.Tensor,
+        out_1TQV: torch.Tensor | None,
+    ) -> torch.Tensor:
         layout = self.step.layout
         assert layout is not None
         assert self.key_cache is not None
         assert self.value_cache is not None
         if cpu_attention.supports(self, q_1QTD):
             return cpu_attention.attend(self, layout, q_1QTD, k_1KTD, v_1KTV)
-        # Every sequence's keys go in before any is read: sequences of one step may share blocks.
-        self.key_cache.index_copy_(0, layout.slot_mapping, k_1KTD[0].transpose(0, 1))
-        self.value_cache.index_copy_(0, layout.slot_mapping, v_1KTV[0].transpose(0, 1))
+        if layout.keep_kv:
+            # Every sequence's keys go in before any is read: sequences of one step may share blocks.
+            self._store(k_1KTD[0].transpose(0, 1), v_1KTV[0].transpose(0, 1), layout.slot_mapping)
         if self._varlen(q_1QTD):
-            return self._attend_varlen(layout, q_1QTD, k_1KTD, v_1KTV)
+            return self._attend_varlen(layout, q_1QTD, k_1KTD, v_1KTV, out_1TQV)
         return self.attend_each(layout, q_1QTD, k_1KTD, v_1KTV)
+
+    def _store(self, k_TKD: torch.Tensor, v_TKV: torch.Tensor, slots_T: torch.Tensor) -> None:
+        assert self.key_cache is not None
+        assert self.value_cache is not None
+        if use_triton(k_TKD):
+            from layertap.kernels.paged_store import store_keys_values
+
+            store_keys_values(k_TKD, v_TKV, self.key_cache, self.value_cache, slots_T)
+        else:
+            self.key_cache.index_copy_(0, slots_T, k_TKD)
+            self.value_cache.index_copy_(0, slots_T, v_TKV)
 
     def _varlen(self, q: torch.Tensor) -> bool:
         return (
@@ -111,7 +145,12 @@ class AttentionLayer:
         )
 
     def _attend_varlen(
-        self, layout: BatchLayout, q_1QTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTV: torch.Tensor
+        self,
+        layout: BatchLayout,
+        q_1QTD: torch.Tensor,
+        k_1KTD: torch.Tensor,
+        v_1KTV: torch.Tensor,
+        out_1TQV: torch.Tensor | None,
     ) -> torch.Tensor:
         from layertap.engine.varlen import varlen_attention
 
@@ -125,7 +164,10 @@ class AttentionLayer:
         out = varlen_attention(
             q_1QTD[0].transpose(0, 1), k, v, layout.cu_seqlens_q, layout.cu_seqlens_k,
             layout.max_seqlen_q, layout.max_seqlen_k, self.scale, self.window,
+            None if out_1TQV is None else out_1TQV[0],
         )  # fmt: skip
+        if out_1TQV is not None and out.data_ptr() == out_1TQV.data_ptr():
+            return out_1TQV
         return out.unsqueeze(0)
 
     def attend_each(

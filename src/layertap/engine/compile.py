@@ -20,6 +20,7 @@ from torch import nn
 from layertap.config import EngineConfig
 from layertap.engine.attention import AttentionLayer
 from layertap.engine.loader import first_line
+from layertap.engine.step_graph import recording
 
 if TYPE_CHECKING:
     from layertap.engine.runner import ModelRunner
@@ -42,7 +43,8 @@ _library.define("attention(Tensor query, Tensor key, Tensor value) -> Tensor")
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     layer = _active.layer
     assert layer is not None
-    return layer(query, key, value)
+    step = recording()
+    return layer(query, key, value) if step is None else step.attend(layer, query, key, value)
 
 
 def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -62,21 +64,37 @@ def attention_of(layer: nn.Module) -> AttentionLayer | None:
     return found[0] if len(found) == 1 else None
 
 
+def wants_compiled(config: EngineConfig, device: torch.device) -> bool:
+    """Whether layers are to be compiled; on a GPU full steps are recorded then, too."""
+    return config.enforce_eager is False or (config.enforce_eager is None and device.type == "cuda")
+
+
 def compile_runner(runner: ModelRunner, config: EngineConfig) -> bool:
     """Compile the decoder layers where that is wanted and works, and run them once; whether it was done."""
-    wanted = config.enforce_eager is False or (config.enforce_eager is None and runner.device.type == "cuda")
     layers = runner.verifier.layers
+    wanted = wants_compiled(config, runner.device)
     if not wanted or not runner.verifier.packed or not compile_layers(layers):
         return False
     started = time.monotonic()
+    budget = config.max_num_batched_tokens
+    assert budget is not None
     try:
-        runner.warm_up(with_logits=not config.extract_only)
+        runner.warm_up(budget, with_logits=not config.extract_only)
     except (RuntimeError, OSError, ImportError) as e:  # no compiler on this machine, or one that fails
         logger.warning("layers run uncompiled: %s: %s", type(e).__name__, first_line(e))
         uncompile_layers(layers)
         return False
     logger.info("compiled the decoder layers in %.1f s", time.monotonic() - started)
+    if runner.device.type == "cuda":
+        _record(runner, budget)
     return True
+
+
+def _record(runner: ModelRunner, num_tokens: int) -> None:
+    try:
+        runner.record(num_tokens)
+    except RuntimeError as e:
+        logger.warning("full steps cannot be recorded, and are launched kernel by kernel: %s", first_line(e))
 
 
 def compile_layers(layers: nn.ModuleList) -> bool:

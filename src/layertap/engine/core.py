@@ -19,7 +19,7 @@ from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig
 from layertap.engine import loader
 from layertap.engine.admission import Admission
 from layertap.engine.block_pool import BlockPool
-from layertap.engine.compile import compile_runner
+from layertap.engine.compile import compile_runner, wants_compiled
 from layertap.engine.cpu_memory import keep_freed_memory
 from layertap.engine.detokenizer import Detokenizer
 from layertap.engine.memory import cache_bytes, num_blocks_for
@@ -94,7 +94,9 @@ class EngineCore:
             whole_sequences=not packed,
             avoid_splitting=self.device.type == "cpu",
         )
-        self.runner = ModelRunner(self.verifier, self.served, num_blocks, config.block_size)
+        self.runner = ModelRunner(
+            self.verifier, self.served, num_blocks, config.block_size, self.pool.enable_prefix_caching
+        )
         self.compiled = compile_runner(self.runner, config)
         self.connector: KVConnectorBase | None = None
         if self.served is not None:
@@ -309,7 +311,9 @@ class EngineCore:
             return 0
         from layertap.engine.profile import measure_step
 
-        return measure_step(self.verifier, budget)
+        needed = measure_step(self.verifier, budget)
+        # What is recorded keeps its memory for itself.
+        return 2 * needed if wants_compiled(self.config, self.device) else needed
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of the engine and its connector."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from layertap.kernels.triton_support import use_triton
+
 
 class CacheOnlyAttention(nn.Module):
     """Keeps what it is given. ``num_heads`` is the number of tapped boundaries, ``head_size`` the hidden
@@ -28,7 +30,12 @@ class CacheOnlyAttention(nn.Module):
 
     def forward(self, column: int, hidden_TH: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write one boundary's states of this step's tokens to their slots."""
-        self.columns[column].index_copy_(0, slot_mapping, hidden_TH)
+        if use_triton(hidden_TH):
+            from layertap.kernels.paged_store import store_rows
+
+            store_rows(hidden_TH, self.columns[column], slot_mapping)
+        else:
+            self.columns[column].index_copy_(0, slot_mapping, hidden_TH)
 
 
 class DraftModel(nn.Module):

@@ -13,12 +13,14 @@ from layertap.engine.attention import BatchLayout
 from layertap.engine.draft import DraftModel
 from layertap.engine.scheduler import ScheduledRequest
 from layertap.engine.self_check import make_layout
+from layertap.engine.step_graph import StepGraph
 from layertap.engine.taps import Taps
 from layertap.engine.verifier import Verifier
 from layertap.layers import ServedLayers
 
 # Primes, that no other size of a model is likely to equal: a graph would take the two for one.
 _WARM_UP_TOKENS = (211, 97, 1)
+_LARGEST_PRIMES = (65521, 32749, 16381, 8191, 4093, 2039, 1021, 509)
 
 
 @dataclass(slots=True)
@@ -40,17 +42,25 @@ class ModelRunner:
         verifier: the model.
         served: tapped layers; None taps nothing.
         num_blocks: blocks that the block pool hands out. One more is allocated for padding tokens.
+        prefix_caching: other requests may find what a step has computed.
     """
 
     def __init__(
-        self, verifier: Verifier, served: ServedLayers | None, num_blocks: int, block_size: int
+        self,
+        verifier: Verifier,
+        served: ServedLayers | None,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
     ) -> None:
         self.verifier = verifier
+        self._prefix_caching = prefix_caching
         self.block_size = block_size
         self.device = verifier.device
         verifier.allocate((num_blocks + 1) * block_size)
         self.draft: DraftModel | None = None
         self._slot_mapping: torch.Tensor | None = None
+        self._graph: StepGraph | None = None
         if served is not None:
             self.draft = DraftModel(
                 num_blocks + 1,
@@ -68,26 +78,62 @@ class ModelRunner:
             self.draft(column, hidden_TH, self._slot_mapping)
 
     @torch.inference_mode()
-    def warm_up(self, with_logits: bool) -> None:
-        """Run steps of a few sizes on the padding block, so that compilation and library set-up happen
-        now."""
-        slot = self.verifier.attention[0].key_cache.shape[0] - self.block_size  # type: ignore[union-attr]
-        vocab = self.verifier.vocab_size
-        for count in _WARM_UP_TOKENS:
-            ids = torch.arange(count, device=self.device) % vocab
-            slots = torch.full((count,), slot, device=self.device)
-            layout = make_layout([slots], [0], [count])
-            positions = torch.arange(count, device=self.device)
-            self.verifier.forward_packed(ids, positions, layout, None)
-            if with_logits:
-                last = torch.tensor([count - 1], device=self.device)
-                self.verifier.forward_packed(ids, positions, layout, last)
+    def warm_up(self, num_tokens: int, with_logits: bool) -> None:
+        """Run steps of a few sizes on the padding block, so that compilation and library set-up happen now.
+
+        Args:
+            num_tokens: of a full step. On a GPU a step of about that size comes first: kernels are chosen,
+                and measured, for the first size that they see.
+        """
+        first = [n for n in _LARGEST_PRIMES if n <= num_tokens][:1] if self.device.type == "cuda" else []
+        for count in (*first, *_WARM_UP_TOKENS):
+            self._run_padding(count, logits=False)
+            if with_logits and count not in first:
+                self._run_padding(count, logits=True)
+
+    def _run_padding(self, count: int, logits: bool) -> None:
+        """A step of ``count`` tokens that go to the padding block."""
+        longest = min(count, self.verifier.max_model_len)
+        lengths = [longest] * (count // longest) + [n for n in (count % longest,) if n]
+        slots = torch.full((count,), self._padding_slot, device=self.device)
+        layout = make_layout(list(torch.split(slots, lengths)), [0] * len(lengths), lengths)
+        positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
+        ids = torch.arange(count, device=self.device) % self.verifier.vocab_size
+        last = torch.tensor([count - 1], device=self.device) if logits else None
+        self._slot_mapping = slots
+        try:
+            self.verifier.forward_packed(ids, positions, layout, last)
+        finally:
+            self._slot_mapping = None
+
+    @torch.inference_mode()
+    def record(self, num_tokens: int) -> None:
+        """Record the step of this size; steps of about this size are replayed from now on.
+
+        Raises:
+            RuntimeError: it cannot be recorded.
+        """
+        self._run_padding(num_tokens, logits=False)  # whatever is set up at its first use is set up now
+        graph = StepGraph(self.verifier, num_tokens, self._padding_slot)
+        self._slot_mapping = graph.slots_T
+        try:
+            graph.record()
+        finally:
+            self._slot_mapping = None
+        self._graph = graph
+
+    @property
+    def _padding_slot(self) -> int:
+        cache = self.verifier.attention[0].key_cache
+        assert cache is not None
+        return int(cache.shape[0]) - self.block_size
 
     def close(self) -> None:
         """Drop the caches."""
         if self.draft is not None:
             self._taps.remove()
             self.draft = None
+        self._graph = None
 
     def _slots(self, s: ScheduledRequest, start: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Slots of a request's tokens from ``start`` to the end of this step's part."""
@@ -122,7 +168,12 @@ class ModelRunner:
         mapping = np.concatenate(
             [x[s.start :] if s.start else x for x, s in zip(slots, scheduled, strict=True)]
         )
-        slot_mapping = self._to_device(mapping)
+        graph = self._graph if self._graph is not None and self._graph.takes(len(ids)) else None
+        if graph is not None:
+            graph.fill(ids, positions, mapping)
+            slot_mapping = graph.slots_T[: len(ids)]
+        else:
+            slot_mapping = self._to_device(mapping)
         cuda = self.device.type == "cuda"
         totals = [s.start + s.num_tokens for s in scheduled]
         layout = BatchLayout(
@@ -135,6 +186,7 @@ class ModelRunner:
             max_seqlen_q=max(s.num_tokens for s in scheduled),
             max_seqlen_k=max(totals),
             all_slots=self._to_device(np.concatenate(slots)) if cuda and with_context else None,
+            keep_kv=self._prefix_caching or with_context or any(_goes_on(s) for s in scheduled),
         )
         sampling = [s for s in scheduled if s.samples]
         wanted: list[int] = []
@@ -144,11 +196,15 @@ class ModelRunner:
             elif s.samples:
                 wanted.append(starts[i + 1] - 1)
         rows = self._to_device(np.asarray(wanted, dtype=np.int64)) if wanted else None
-        self._slot_mapping = slot_mapping
+        self._slot_mapping = slot_mapping if graph is None else graph.slots_T
         try:
-            logits = self.verifier.forward_packed(
-                self._to_device(ids), self._to_device(positions), layout, rows
-            )
+            if graph is not None:
+                with graph.replaying(layout):
+                    logits = self.verifier.forward_packed(graph.ids_T, graph.positions_T, layout, rows)
+            else:
+                logits = self.verifier.forward_packed(
+                    self._to_device(ids), self._to_device(positions), layout, rows
+                )
         finally:
             self._slot_mapping = None
         if logits is None:
@@ -201,3 +257,9 @@ class ModelRunner:
                 sampling.append(s)
                 rows.append(logits[-1:])
         return StepLogits(sampling, torch.cat(rows) if rows else None, prompt)
+
+
+def _goes_on(s: ScheduledRequest) -> bool:
+    """Whether a later step will compute more of the request."""
+    end = s.start + s.num_tokens
+    return end < s.request.num_tokens or len(s.request.output_token_ids) + s.samples < s.request.max_tokens

@@ -1,10 +1,13 @@
-"""Variable-length causal attention on CUDA through PyTorch's built-in FlashAttention."""
+"""Variable-length causal attention on CUDA: FlashAttention-3 where it is installed and can, else PyTorch's
+built-in FlashAttention-2."""
 
 from __future__ import annotations
 
 import inspect
 
 import torch
+
+from layertap.engine import flash_attention_3
 
 
 def _gqa_arguments() -> dict[str, bool]:
@@ -28,12 +31,35 @@ def varlen_attention(
     max_seqlen_k: int,
     scale: float,
     window: int | None,
+    out_TQD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each sequence's queries see its own keys, causally, aligned at the end. Returns [T, Q, D].
 
     Args:
         window: a query sees this many tokens, itself included; None sees all before it.
+        out_TQD: where the result may be put; a kernel that cannot returns it elsewhere.
     """
+    if flash_attention_3.supports(q_TQD, window):
+        return flash_attention_3.attention(
+            q_TQD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, out_TQD
+        )
+    return built_in_attention(
+        q_TQD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window
+    )
+
+
+def built_in_attention(
+    q_TQD: torch.Tensor,
+    k_MKD: torch.Tensor,
+    v_MKD: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """The same through PyTorch alone."""
     from torch.nn.attention.varlen import varlen_attn
 
     global _GQA

@@ -25,7 +25,7 @@ from vllm.model_executor.models.extract_hidden_states import basic_cache
 
 from layertap.connectors.file import FileConnector
 from layertap.connectors.job import Job
-from layertap.connectors.producing import check_options
+from layertap.connectors.producing import GPU_DEFAULTS, check_options
 from layertap.errors import InvalidInputError
 from layertap.selection import Selection
 from layertap.sinks.file import REQUEST_ID, SUFFIX
@@ -95,12 +95,11 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         owner_pid = extra.pop("owner_pid", None)
         if owner_pid is not None:
             belong_to(owner_pid)
-        self._options = check_options(extra, self.options)
+        on_gpu = vllm_config.device_config.device_type == "cuda"
+        self._options = check_options(extra, self.options | (GPU_DEFAULTS if on_gpu else {}))
         self._options["shared_storage_path"] = os.path.abspath(self._options["shared_storage_path"])
         if self._options["allow_custom_save_path"]:
             raise InvalidInputError(f"{_EXTRA}.allow_custom_save_path", True, "false")
-        if vllm_config.device_config.device_type == "cuda" and "num_writer_threads" not in extra:
-            self._options["num_writer_threads"] = 4
         self._plan = CachePlan.read(vllm_config, kv_cache_config, requested)
         self._entries: dict[str, _Entry] = {}
         self._notes = StepNotes()

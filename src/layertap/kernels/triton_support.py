@@ -1,0 +1,34 @@
+"""Whether Triton's kernels can run. It comes with PyTorch's CUDA builds, and needs a C compiler at first."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+
+import torch
+
+logger = logging.getLogger("layertap")
+
+
+@functools.lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Triton is installed, and has compiled a kernel here. Asked once; PyTorch's operations do the work where
+    it is False."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from layertap.kernels.paged_store import store_rows
+
+        source = torch.arange(6.0, device="cuda").view(2, 3)
+        target = torch.zeros(4, 3, device="cuda")
+        store_rows(source, target, torch.tensor([3, 1], device="cuda"))
+        return bool(torch.equal(target[[3, 1]], source))
+    except Exception as error:  # noqa: BLE001 - no compiler, no driver: whatever it is, there is another way
+        logger.warning("Triton's kernels are not used: %s: %s", type(error).__name__, error)
+        return False
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's rows may be moved by Triton's kernels."""
+    return tensor.is_cuda and has_triton()
