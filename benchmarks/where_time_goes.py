@@ -34,6 +34,7 @@ from layertap.connectors.producing import ProducingConnector
 from layertap.sinks.base import RecordSpec, RecordWriter, Sink
 
 _KINDS = 24
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 WAYS = ("none", "drop", "files:1", "files:4", "files:8")
 
 
@@ -105,9 +106,20 @@ def kernel_seconds(events: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds of each kind of kernel or copy, the longest first."""
     seconds: Counter[str] = Counter()
     for e in events:
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+        if e.get("cat") in _ON_GPU:
             seconds[e["name"][:100]] += e["dur"] / 1e6
     return dict(seconds.most_common(_KINDS))
+
+
+def gpu_gaps(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """The longest times in which the GPU did nothing: when, seen from the end of its work, and how long."""
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in _ON_GPU)
+    gaps, end = [], spans[0][0]
+    for a, b in spans:
+        if a > end:
+            gaps.append((a - end, end))
+        end = max(end, b)
+    return [((at - end) / 1e6, length / 1e6) for length, at in sorted(gaps, reverse=True)[:8]]
 
 
 def gpu_busy(events: list[dict[str, Any]]) -> float | None:
@@ -115,7 +127,7 @@ def gpu_busy(events: list[dict[str, Any]]) -> float | None:
     spans = sorted(
         (e["ts"], e["ts"] + e["dur"])
         for e in events
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        if e.get("cat") in _ON_GPU
     )
     if not spans:
         return None
@@ -179,11 +191,16 @@ def measure(args: argparse.Namespace, way: str) -> dict[str, Any]:
         if torch.cuda.is_available():
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=kinds) as profile:
-            run()
+            traced = run()
         profile.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
         result["gpu_busy"] = gpu_busy(events)
         result["kernel_seconds"] = kernel_seconds(events)
+        if torch.cuda.is_available():
+            compute = [e for e in events if e.get("cat") == "kernel" and not e["name"].startswith("_gather")]
+            result["gaps"] = gpu_gaps(events)
+            first, last = min(e["ts"] for e in compute), max(e["ts"] + e["dur"] for e in compute)
+            result["traced_seconds"], result["compute_seconds"] = traced["seconds"], (last - first) / 1e6
     llm.close()
     shutil.rmtree(folder, ignore_errors=True)
     return result
@@ -220,6 +237,12 @@ def main() -> None:
             f"{way}: {best['tokens_per_second']:,.0f} tokens/s in {best['seconds']:.2f} s; {parts}{busy}",
             flush=True,
         )
+        if "gaps" in result:
+            gaps = ", ".join(f"{length * 1e3:.1f} ms at {at:.3f} s" for at, length in result["gaps"])
+            print(
+                f"  traced: {result['traced_seconds']:.3f} s, first to last kernel of the model "
+                f"{result['compute_seconds']:.3f} s; GPU idle for {gaps}"
+            )
         for name, seconds in result.get("kernel_seconds", {}).items():
             print(f"  {seconds * 1e3:9.1f} ms  {name}", flush=True)
         if args.output is not None:

@@ -79,6 +79,7 @@ class StepGraph:
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._attentions: list[_Attention] = []
         self._output: Any = None
+        self.num_replays = 0
 
     def takes(self, num_tokens: int) -> bool:
         """Whether a step of so many tokens is worth being filled up."""
@@ -150,6 +151,7 @@ class StepGraph:
         """Within, the decoder's forward replays the record. What is called around it stays as it is."""
         decoder = self._verifier.decoder
         num_tokens = layout.query_starts[-1]
+        self.num_replays += 1
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._graphs[0].replay()

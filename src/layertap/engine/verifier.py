@@ -14,6 +14,7 @@ from layertap.config import EngineConfig
 from layertap.engine import loader
 from layertap.engine.attention import IMPLEMENTATION, AttentionLayer, BatchLayout, StepState
 from layertap.engine.cpu_linear import release_linear_layers, suit_linear_layers
+from layertap.engine.merged_mlp import merge_gate_and_up
 from layertap.engine.plan import NotPacked, plan_attention, position_arguments, set_attention_implementation
 from layertap.errors import InvalidInputError
 
@@ -209,6 +210,8 @@ def load_verifier(
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     short = config.extract_only and keep_layers < total
     _, layers = loader.decoder_layers(decoder, keep_layers if short else total)
+    if device.type == "cuda":
+        merge_gate_and_up(layers)
     embeddings = model.get_input_embeddings()
     verifier = Verifier(
         model=model,
