@@ -25,12 +25,13 @@ def merge_gate_and_up(layers: nn.ModuleList) -> int:
     return sum(_merge(mlp) for layer in layers for mlp in layer.modules() if _may_be_gated(mlp))
 
 
-def _may_be_gated(mlp: nn.Module) -> bool:
-    gate, up, down = (getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    if type(gate) is not nn.Linear or type(up) is not nn.Linear or not isinstance(down, nn.Module):
+def _may_be_gated(mlp: Any) -> bool:
+    gate, up = getattr(mlp, "gate_proj", None), getattr(mlp, "up_proj", None)
+    if type(gate) is not nn.Linear or type(up) is not nn.Linear or gate.bias is not None or up.bias is not None:
         return False
-    alike = gate.weight.shape == up.weight.shape and gate.weight.dtype == up.weight.dtype
-    return alike and gate.bias is None and up.bias is None and callable(getattr(mlp, "act_fn", None))
+    if not callable(getattr(mlp, "down_proj", None)) or not callable(getattr(mlp, "act_fn", None)):
+        return False
+    return gate.weight.shape == up.weight.shape and gate.weight.dtype == up.weight.dtype
 
 
 def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
