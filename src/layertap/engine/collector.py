@@ -30,6 +30,8 @@ class OutputCollector:
             only with ``stream=True``, after each token.
     """
 
+    __slots__ = ("_core", "_on_output", "_stream", "_unfinished", "prompt", "request_id", "requests")
+
     def __init__(
         self,
         core: EngineCore,
