@@ -12,6 +12,7 @@ import queue
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -413,7 +414,7 @@ class LLM:
         done: Done,
     ) -> OutputCollector:
         self._loop.check()
-        return OutputCollector(self._core, name, prompt, params, lambda output: done.put((index, output)))
+        return OutputCollector(self._core, name, prompt, params, partial(_hand_over, done, index))
 
     def _submit(self, collector: OutputCollector) -> None:
         for request in collector.requests:
@@ -437,6 +438,10 @@ class LLM:
                 "sampling_params", given, f"one SamplingParams, or one for each of {count} prompts"
             )
         return given
+
+
+def _hand_over(done: Done, index: int, output: RequestOutput) -> None:
+    done.put((index, output))
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

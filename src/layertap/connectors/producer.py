@@ -30,12 +30,12 @@ from layertap.sinks.base import Sink
 
 DEFAULT_CHUNK_BYTES = 64 << 20
 DEFAULT_RING_BYTES = 256 << 20
-# Small jobs of one gather wait for one another's writes: at most so many, or so many bytes if that is more.
-_MOST_TOGETHER = 32
-_BYTES_TOGETHER = 1 << 20
+_MOST_TOGETHER = 32  # small jobs of one gather: they wait for one another's writes
+_TINY_BYTES = 1 << 20  # so little is gathered together whatever the number of jobs, where nothing is written
+_ONE_THREAD = 32768  # torch copies tensors of up to this many elements on the calling thread
 # A job of many is told of no later than this after its record is published. Each telling wakes the engine's
 # thread, which then takes the GIL away from the writers.
-_NEWS_SECONDS = 0.001
+_NEWS_SECONDS = 0.005
 
 
 @dataclass(slots=True, eq=False)
@@ -248,13 +248,14 @@ class Producer:
             kind = (first.job.selection.columns, first.job.selection.dtype)
             row = row_bytes(first.job.selection, gather)
             rows, most_rows = first.num_rows, self.ring.chunk_bytes // row
-            share = -(-(len(self._queue) + 1) // len(self._threads))
-            while self._queue and first.num_rows and len(tasks) < share:
+            share = min(_MOST_TOGETHER, -(-(len(self._queue) + 1) // len(self._threads)))
+            tiny_bytes = _TINY_BYTES if self.sink.keeps_rows else 0
+            while self._queue and first.num_rows:
                 task = self._queue[0]
                 selection = task.job.selection
                 if (selection.columns, selection.dtype) != kind or not 0 < task.num_rows <= most_rows - rows:
                     break
-                if len(tasks) >= _MOST_TOGETHER and (rows + task.num_rows) * row > _BYTES_TOGETHER:
+                if len(tasks) >= share and (rows + task.num_rows) * row > tiny_bytes:
                     break
                 self._queue.popleft()
                 if not task.cancelled:
@@ -313,8 +314,10 @@ class Producer:
     def _write_each(self, moving: Sequence[tuple[_Task, Transfer]], chunk: Chunk, sound: bool) -> None:
         """Write jobs whose rows lie in ``chunk``, one after the other."""
         sizes = [len(transfer.slots_T) for _, transfer in moving]
-        hidden = chunk.hidden.split(sizes)
-        scales = [None] * len(sizes) if chunk.scales is None else chunk.scales.split(sizes)
+        most = max(sizes) * chunk.hidden.shape[1] * chunk.hidden.shape[2]
+        own = self.sink.keeps_rows and most <= _ONE_THREAD
+        hidden = _split(chunk.hidden, sizes, own)
+        scales = [None] * len(sizes) if chunk.scales is None else _split(chunk.scales, sizes, own)
         published: list[tuple[_Task, Transfer]] = []
         told, row = time.monotonic(), 0
         for (task, transfer), size, hidden_nLH, scales_n11 in zip(moving, sizes, hidden, scales, strict=True):
@@ -323,7 +326,7 @@ class Producer:
 
             def write(transfer: Transfer = transfer, rows: Chunk = rows) -> None:
                 transfer.open()  # only now: open files are scarce
-                transfer.put(rows, sound)
+                transfer.put(rows, sound, own)
 
             if self._finish(task, transfer, write):
                 published.append((task, transfer))
@@ -381,6 +384,14 @@ class Producer:
         self._finished["failed" if error else "completed"] += 1
         del self._tasks[request_id]
         self._changed.notify_all()
+
+
+def _split(rows: torch.Tensor, sizes: Sequence[int], own: bool) -> Sequence[torch.Tensor]:
+    """Each job's rows, with ``own`` in memory of their own. In one call, as each call lets go of the GIL and
+    then waits for another thread to let go of it in turn."""
+    if own:
+        return torch.split_with_sizes_copy(rows, sizes)  # type: ignore[return-value, func-returns-value]
+    return torch.split_with_sizes(rows, sizes)
 
 
 def _num_rows(job: Job) -> int:

@@ -210,11 +210,12 @@ class Transfer:
             for buffer in held:
                 ring.release(buffer)
 
-    def put(self, chunk: Chunk, sound: bool = False) -> None:
+    def put(self, chunk: Chunk, sound: bool = False, own: bool = False) -> None:
         """Check the next rows, and write them.
 
         Args:
             sound: they have been checked, all of them (see :func:`all_sound`).
+            own: they are all that there are, and the sink may keep their memory.
 
         Raises:
             ExtractionError: they are not fit to be published.
@@ -227,7 +228,7 @@ class Transfer:
         if self._given_up():
             raise Cancelled
         begun = time.monotonic()
-        self._writer.write(chunk.hidden, chunk.scales)
+        (self._writer.keep if own else self._writer.write)(chunk.hidden, chunk.scales)
         self.write_seconds += time.monotonic() - begun
         self.num_rows += chunk.hidden.shape[0]
         self.num_bytes += chunk.hidden.numel() * self.dtype.itemsize

@@ -44,7 +44,8 @@ class BlockPool:
 
     def num_free_after(self, taken: Sequence[int]) -> int:
         """Free blocks that would be left if ``taken`` (blocks from :meth:`find`) were acquired."""
-        return len(self._free) - sum(1 for b in taken if self._refs[b] == 0)
+        free = len(self._free)
+        return free - sum(1 for b in taken if self._refs[b] == 0) if taken else free
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Add a reference to known blocks."""
@@ -58,12 +59,11 @@ class BlockPool:
         are forgotten."""
         if count > len(self._free):
             return None
-        taken: list[int] = []
-        for _ in range(count):
-            b, _none = self._free.popitem(last=False)
-            self._forget(b)
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for b in taken:
+            if self._hash_of[b] is not None:
+                self._forget(b)
             self._refs[b] = 1
-            taken.append(b)
         return taken
 
     def register(self, block_id: int, block_hash: bytes) -> None:

@@ -15,12 +15,13 @@ SCHEME = "memory://"
 # Replaced as a whole under the lock, so that whoever looks for a handle needs none.
 _live: tuple[weakref.ref[MemorySink], ...] = ()
 _live_lock = threading.Lock()
-_ONE_THREAD = 32768  # torch copies up to this many elements on the calling thread
 
 
 class MemorySink(Sink):
     """Keeps records until :meth:`take` or :meth:`delete`. A later record of the same id replaces an earlier
     one."""
+
+    keeps_rows = True
 
     def __init__(self) -> None:
         self._records: dict[str, HiddenStates] = {}
@@ -77,10 +78,11 @@ class MemorySink(Sink):
         return handle in self._records
 
     def _publish(self, handle: str, record: HiddenStates) -> None:
+        size = _size(record)
         with self._lock:
             replaced = self._records.get(handle)
             self._records[handle] = record
-            self._bytes += _size(record) - (_size(replaced) if replaced else 0)
+            self._bytes += size - (0 if replaced is None else _size(replaced))
 
     def close(self) -> None:
         """Leave the registry of live sinks; records stay until the sink itself goes."""
@@ -99,10 +101,6 @@ class MemoryWriter(RecordWriter):
 
     def write(self, hidden_TLH: torch.Tensor, scales_T11: torch.Tensor | None = None) -> None:
         spec = self._spec
-        if hidden_TLH.shape == spec.shape and hidden_TLH.numel() <= _ONE_THREAD and scales_T11 is None:
-            self._hidden = hidden_TLH.clone()  # a small record, whole: one call
-            self._rows = spec.shape[0]
-            return
         if self._hidden is None:
             self._hidden = torch.empty(spec.shape, dtype=spec.dtype)
             self._scales = torch.empty(spec.shape[0], 1, 1) if spec.has_scales else None
@@ -113,6 +111,9 @@ class MemoryWriter(RecordWriter):
             assert self._scales is not None
             self._scales.numpy()[rows] = scales_T11.numpy()
         self._rows = rows.stop
+
+    def keep(self, hidden_TLH: torch.Tensor, scales_T11: torch.Tensor | None = None) -> None:
+        self._hidden, self._scales, self._rows = hidden_TLH, scales_T11, hidden_TLH.shape[0]
 
     def commit(self) -> str:
         assert self._hidden is not None
