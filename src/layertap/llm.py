@@ -188,18 +188,20 @@ class LLM:
             name = request_ids[i] if request_ids is not None else self._next_id()
             collectors.append(self._collector(name, self.prompt_tokenizer(item, field), p, i, done))
         outputs: list[RequestOutput | None] = [None] * len(items)
-        submitted: list[OutputCollector] = []
+        running: dict[int, OutputCollector] = {}
         with Progress(len(items), shown=use_tqdm) as progress:
             try:
-                for collector in collectors:
+                for i, collector in enumerate(collectors):
                     self._submit(collector)
-                    submitted.append(collector)
+                    running[i] = collector
+                collectors.clear()  # each goes when its output comes
                 for _ in items:
                     index, output = done.get()
                     outputs[index] = output
+                    del running[index]
                     progress.advance(len(output.prompt_token_ids))
             except BaseException:
-                self._abort(submitted)
+                self._abort(running.values())
                 raise
         return [o for o in outputs if o is not None]
 
