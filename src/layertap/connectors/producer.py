@@ -301,28 +301,27 @@ class Producer:
             ready = dict.fromkeys(event for task, _ in moving for event in task.ready)
             chunk = gather.finish(gather.start(slots, columns, dtype, buffer, ready))
             self._note_gather(time.monotonic() - begun)
+            sizes = [len(transfer.slots_T) for _, transfer in moving]
+            own = self.sink.keeps_rows and max(sizes) * chunk.hidden[0].numel() <= _ONE_THREAD
+            parts = _split(chunk, sizes, own)
+            sound = all_sound(chunk.absmax, dtype, gather.dtype)
         except Exception as error:  # noqa: BLE001 - as above
             for task, transfer in moving:
                 self._fail(task, transfer, error)
         else:
             self._report_copied(*[task for task, _ in moving])
-            self._write_each(moving, chunk, all_sound(chunk.absmax, dtype, gather.dtype))
+            self._write_each(moving, parts, sound, own)
         finally:
             if buffer is not None:
                 self.ring.release(buffer)
 
-    def _write_each(self, moving: Sequence[tuple[_Task, Transfer]], chunk: Chunk, sound: bool) -> None:
-        """Write jobs whose rows lie in ``chunk``, one after the other."""
-        sizes = [len(transfer.slots_T) for _, transfer in moving]
-        most = max(sizes) * chunk.hidden.shape[1] * chunk.hidden.shape[2]
-        own = self.sink.keeps_rows and most <= _ONE_THREAD
-        hidden = _split(chunk.hidden, sizes, own)
-        scales = [None] * len(sizes) if chunk.scales is None else _split(chunk.scales, sizes, own)
+    def _write_each(
+        self, moving: Sequence[tuple[_Task, Transfer]], parts: Sequence[Chunk], sound: bool, own: bool
+    ) -> None:
+        """Write jobs, one after the other. For ``sound`` and ``own`` see :meth:`Transfer.put`."""
         published: list[tuple[_Task, Transfer]] = []
-        told, row = time.monotonic(), 0
-        for (task, transfer), size, hidden_nLH, scales_n11 in zip(moving, sizes, hidden, scales, strict=True):
-            rows = Chunk(hidden_nLH, scales_n11, chunk.absmax[row : row + size])
-            row += size
+        told = time.monotonic()
+        for (task, transfer), rows in zip(moving, parts, strict=True):
 
             def write(transfer: Transfer = transfer, rows: Chunk = rows) -> None:
                 transfer.open()  # only now: open files are scarce
@@ -386,12 +385,16 @@ class Producer:
         self._changed.notify_all()
 
 
-def _split(rows: torch.Tensor, sizes: Sequence[int], own: bool) -> Sequence[torch.Tensor]:
-    """Each job's rows, with ``own`` in memory of their own. In one call, as each call lets go of the GIL and
-    then waits for another thread to let go of it in turn."""
-    if own:
-        return torch.split_with_sizes_copy(rows, sizes)  # type: ignore[return-value, func-returns-value]
-    return torch.split_with_sizes(rows, sizes)
+def _split(chunk: Chunk, sizes: Sequence[int], own: bool) -> list[Chunk]:
+    """Each job's rows, with ``own`` in memory of their own. In one call for all of them, as each call lets go
+    of the GIL and then waits for another thread to let go of it in turn."""
+    split: Callable[..., Sequence[torch.Tensor]] = (
+        torch.split_with_sizes_copy if own else torch.split_with_sizes  # type: ignore[assignment]
+    )
+    hidden = split(chunk.hidden, sizes)
+    scales = [None] * len(sizes) if chunk.scales is None else split(chunk.scales, sizes)
+    absmax = np.split(chunk.absmax, np.cumsum(sizes[:-1]))
+    return [Chunk(h, s, a) for h, s, a in zip(hidden, scales, absmax, strict=True)]
 
 
 def _num_rows(job: Job) -> int:
