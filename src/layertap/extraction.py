@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from layertap import reader
 from layertap.engine.collector import OutputCollector
+from layertap.engine.standing_heap import standing_heap
 from layertap.errors import ExtractionError, InvalidInputError
 from layertap.outputs import RequestOutput, handle_of
 from layertap.progress import Progress
@@ -71,7 +72,7 @@ class Extraction:
     def run(self, use_tqdm: bool) -> Iterator[HiddenStates]:
         """Yield each prompt's states in order; with ``on_error="return"`` an
         :class:`~layertap.errors.ExtractionError` in the place of one that failed."""
-        with Progress(None, shown=use_tqdm) as progress:
+        with standing_heap(), Progress(None, shown=use_tqdm) as progress:
             try:
                 while True:
                     self._fill()

@@ -104,10 +104,13 @@ class ServedLayers:
     num_hidden_layers: int
     columns: tuple[LayerId, ...] = field(init=False)
     """Distinct ids in depth order: column c of the cache holds boundary ``columns[c]``."""
+    own_columns: tuple[int, ...] = field(init=False, repr=False)
+    """The cache's columns of ``ids``, in their order."""
 
     def __post_init__(self) -> None:
         distinct = sorted(set(self.ids), key=lambda i: self.num_hidden_layers + 1 if i == NORM else int(i))
         object.__setattr__(self, "columns", tuple(distinct))
+        object.__setattr__(self, "own_columns", self.columns_of(self.ids))
 
     def columns_of(self, ids: Sequence[LayerId]) -> tuple[int, ...]:
         """Cache columns of the given ids, in their order. Every id must be served."""

@@ -12,6 +12,7 @@ import queue
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,6 +22,7 @@ from layertap.connectors.transfer_config import KVTransferConfig
 from layertap.engine.collector import OutputCollector
 from layertap.engine.core import EngineCore
 from layertap.engine.loop import EngineLoop
+from layertap.engine.standing_heap import standing_heap
 from layertap.errors import ExtractionError, InvalidInputError
 from layertap.extraction import LEAST_BUFFER_BYTES, Extraction
 from layertap.layers import LayerSpec, ServedLayers
@@ -34,6 +36,8 @@ from layertap.selection import Selection, parse_tokens
 logger = logging.getLogger("layertap")
 
 OnError = Literal["raise", "return"]
+Done = queue.SimpleQueue[tuple[int, RequestOutput]]
+"""Prompts' numbers with their outputs, as they come."""
 # Steps' worth of prompts that wait in the engine, so that it never idles for want of the next one.
 _STEPS_AHEAD = 8
 
@@ -155,27 +159,8 @@ class LLM:
             )
         if on_error not in ("raise", "return"):
             raise InvalidInputError("on_error", on_error, "'raise' or 'return'")
-        done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
-        collectors = []
-        for i, (item, p) in enumerate(zip(items, params, strict=True)):
-            field = "prompt" if len(items) == 1 else f"prompts[{i}]"
-            name = request_ids[i] if request_ids is not None else self._next_id()
-            collectors.append(self._collector(name, self.prompt_tokenizer(item, field), p, i, done))
-        outputs: list[RequestOutput | None] = [None] * len(items)
-        submitted: list[OutputCollector] = []
-        with Progress(len(items), shown=use_tqdm) as progress:
-            try:
-                for collector in collectors:
-                    self._submit(collector)
-                    submitted.append(collector)
-                for _ in items:
-                    index, output = done.get()
-                    outputs[index] = output
-                    progress.advance(len(output.prompt_token_ids))
-            except BaseException:
-                self._abort(submitted)
-                raise
-        finished = [o for o in outputs if o is not None]
+        with standing_heap():
+            finished = self._generate(items, params, request_ids, use_tqdm)
         failed = [o for o in finished if o.error is not None]
         if failed and on_error == "raise":
             error = failed[0].error
@@ -187,6 +172,38 @@ class LLM:
             raised.outputs = finished
             raise raised from error
         return finished
+
+    def _generate(
+        self,
+        items: Sequence[Any],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """The outputs of prompts, in order, whatever became of them."""
+        done: Done = queue.SimpleQueue()
+        collectors = []
+        for i, (item, p) in enumerate(zip(items, params, strict=True)):
+            field = "prompt" if len(items) == 1 else f"prompts[{i}]"
+            name = request_ids[i] if request_ids is not None else self._next_id()
+            collectors.append(self._collector(name, self.prompt_tokenizer(item, field), p, i, done))
+        outputs: list[RequestOutput | None] = [None] * len(items)
+        running: dict[int, OutputCollector] = {}
+        with Progress(len(items), shown=use_tqdm) as progress:
+            try:
+                for i, collector in enumerate(collectors):
+                    self._submit(collector)
+                    running[i] = collector
+                collectors.clear()  # each goes when its output comes
+                for _ in items:
+                    index, output = done.get()
+                    outputs[index] = output
+                    del running[index]
+                    progress.advance(len(output.prompt_token_ids))
+            except BaseException:
+                self._abort(running.values())
+                raise
+        return [o for o in outputs if o is not None]
 
     def generate_as_completed(
         self,
@@ -203,8 +220,13 @@ class LLM:
             The request id with its output (whose ``error`` is set if its states could not be stored), or with
             the error of a prompt that was refused.
         """
-        params = sampling_params or SamplingParams()
-        done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
+        with standing_heap():
+            yield from self._generate_as_completed(requests, sampling_params or SamplingParams())
+
+    def _generate_as_completed(
+        self, requests: Iterable[tuple[str, Any]], params: SamplingParams
+    ) -> Iterator[tuple[str, RequestOutput | InvalidInputError]]:
+        done: Done = queue.SimpleQueue()
         running: dict[int, OutputCollector] = {}
         most_tokens = _STEPS_AHEAD * (self.config.max_num_batched_tokens or 0)
         tokens = 0
@@ -391,10 +413,10 @@ class LLM:
         prompt: TokenizedPrompt,
         params: SamplingParams,
         index: int,
-        done: queue.SimpleQueue[tuple[int, RequestOutput]],
+        done: Done,
     ) -> OutputCollector:
         self._loop.check()
-        return OutputCollector(self._core, name, prompt, params, lambda output: done.put((index, output)))
+        return OutputCollector(self._core, name, prompt, params, partial(_hand_over, done, index))
 
     def _submit(self, collector: OutputCollector) -> None:
         for request in collector.requests:
@@ -418,6 +440,10 @@ class LLM:
                 "sampling_params", given, f"one SamplingParams, or one for each of {count} prompts"
             )
         return given
+
+
+def _hand_over(done: Done, index: int, output: RequestOutput) -> None:
+    done.put((index, output))
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

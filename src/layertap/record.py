@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -110,7 +111,7 @@ def build_metadata(
         "format_version": FORMAT_VERSION,
         "request_id": request_id,
         "model": model,
-        "layer_ids": format_layers(layer_ids),
+        "layer_ids": _layers_text(tuple(layer_ids)),
         "num_hidden_layers": str(num_hidden_layers),
         "norm_convention": NORM_CONVENTION,
         "storage_dtype": str(storage_dtype).removeprefix("torch."),
@@ -122,6 +123,16 @@ def build_metadata(
         else:
             metadata["positions"] = format_positions(positions)
     return metadata
+
+
+@functools.lru_cache(64)
+def _layers_text(ids: tuple[LayerId, ...]) -> str:
+    return format_layers(ids)
+
+
+@functools.lru_cache(64)
+def _layers_of_text(text: str) -> tuple[LayerId, ...]:
+    return tuple(NORM if word == NORM else int(word) for word in text.split(","))
 
 
 def states_of(
@@ -138,7 +149,7 @@ def states_of(
     listed = metadata.get("layer_ids")
     layer_ids: tuple[LayerId, ...] = ()
     if listed:
-        layer_ids = tuple(NORM if word == NORM else int(word) for word in listed.split(","))
+        layer_ids = _layers_of_text(listed)
         if len(layer_ids) != hidden_states.shape[1]:
             raise ValueError(f"layer_ids {listed} for {hidden_states.shape[1]} columns")
     positions = parse_positions(metadata["positions"]) if "positions" in metadata else None

@@ -77,7 +77,7 @@ class Selection:
                     f"{prefix}.{name}", params[name], f"only the fields {', '.join(FIELDS)}"
                 )
         layers = params.get("layers")
-        ids = served.ids
+        ids, columns = served.ids, served.own_columns
         if layers is not None:
             ids = parse_layers(layers, served.num_hidden_layers, f"{prefix}.layers")
             missing = [i for i in ids if i not in served.columns]
@@ -85,6 +85,7 @@ class Selection:
                 raise InvalidInputError(
                     f"{prefix}.layers", layers, f"a subset of the served layers {format_layers(served.ids)}"
                 )
+            columns = served.columns_of(ids)
         include = params.get("include_output_tokens", False)
         if not isinstance(include, bool):
             raise InvalidInputError(f"{prefix}.include_output_tokens", include, "true or false")
@@ -93,7 +94,7 @@ class Selection:
             dtype = "auto"
         if dtype not in STORAGE_DTYPES:
             raise InvalidInputError(f"{prefix}.dtype", dtype, ", ".join(STORAGE_DTYPES))
-        return cls(ids, served.columns_of(ids), parse_tokens(params.get("tokens")), include, dtype)
+        return cls(ids, columns, parse_tokens(params.get("tokens")), include, dtype)
 
     def check_length(self, num_tokens: int) -> None:
         """Refuse a selection that keeps nothing of, or reaches outside, a sequence of at least ``num_tokens``

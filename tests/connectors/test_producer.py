@@ -396,6 +396,38 @@ def test_small_jobs_of_one_step_are_gathered_at_once():
         assert record.token_ids.tolist() == list(job.token_ids)
 
 
+def test_any_number_of_tiny_jobs_is_gathered_at_once_where_nothing_is_written(tmp_path):
+    cache = paged_cache()
+    jobs = [make_job(f"r{i}", 3, [i], {"tokens": "last"}) for i in range(60)]
+    starts, completed, sink = submitted_together(cache, jobs)
+    assert starts == [60]
+    records = [sink.take(completed[job.request_id].handle) for job in jobs]
+    for i, record in enumerate(records):
+        assert torch.equal(record.hidden_states, naive_rows(cache, [i], [2], range(3)))
+        assert record.positions == (2,)
+    storages = {record.hidden_states.untyped_storage().data_ptr() for record in records}
+    assert len(storages) == len(records), "one that stays would keep the others' memory"
+    starts, _, _ = submitted_together(cache, jobs, FileSink(tmp_path))
+    assert starts == [32, 28]
+
+
+def test_memory_that_is_short_fails_the_jobs_and_the_thread_lives_on(monkeypatch):
+    def short(*_):
+        raise RuntimeError("can't allocate memory")
+
+    producer = make_producer(paged_cache(), num_writers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "split_with_sizes_copy", short)
+        producer.submit(*(make_job(f"r{i}", 3, [i]) for i in range(3)))
+        _, completed = drain(producer, 3)
+    assert all("can't allocate memory" in done.error.reason for done in completed.values())
+    producer.submit(make_job("next", 3, [1]), make_job("last", 3, [2]))
+    _, completed = drain(producer, 2)
+    assert all(done.error is None for done in completed.values())
+    assert producer.ring.in_use == 0
+    producer.close()
+
+
 def test_what_does_not_fit_or_is_kept_otherwise_is_gathered_by_itself():
     cache = paged_cache()
     row = 3 * 8 * 2

@@ -9,7 +9,6 @@ back-pressure on the scheduler.
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from layertap.connectors.failures import aborted, explain
 from layertap.connectors.gather import Chunk, CpuGather, CudaGather, Gather
 from layertap.connectors.job import Completion, Job
 from layertap.connectors.staging import StagingRing
-from layertap.connectors.transfer import Cancelled, Transfer, acquire, row_bytes
+from layertap.connectors.transfer import Cancelled, Transfer, acquire, all_sound, row_bytes
 from layertap.errors import ExtractionError, InvalidInputError
 from layertap.layers import ServedLayers
 from layertap.sinks.base import Sink
@@ -32,6 +31,11 @@ from layertap.sinks.base import Sink
 DEFAULT_CHUNK_BYTES = 64 << 20
 DEFAULT_RING_BYTES = 256 << 20
 _MOST_TOGETHER = 32  # small jobs of one gather: they wait for one another's writes
+_TINY_BYTES = 1 << 20  # so little is gathered together whatever the number of jobs, where nothing is written
+_ONE_THREAD = 32768  # torch copies tensors of up to this many elements on the calling thread
+# A job of many is told of no later than this after its record is published. Each telling wakes the engine's
+# thread, which then takes the GIL away from the writers.
+_NEWS_SECONDS = 0.005
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +49,8 @@ class _Task:
     cancelled: bool = False
     publishing: bool = False
     copied: bool = False
+    handle: str | None = None
+    """Of its record, once that is published."""
 
     def given_up(self) -> bool:
         return self.cancelled
@@ -240,17 +246,21 @@ class Producer:
             first = self._queue.popleft()
             tasks = [first]
             kind = (first.job.selection.columns, first.job.selection.dtype)
-            room = self.ring.chunk_bytes // row_bytes(first.job.selection, gather) - first.num_rows
+            row = row_bytes(first.job.selection, gather)
+            rows, most_rows = first.num_rows, self.ring.chunk_bytes // row
             share = min(_MOST_TOGETHER, -(-(len(self._queue) + 1) // len(self._threads)))
-            while self._queue and first.num_rows and len(tasks) < share:
+            tiny_bytes = _TINY_BYTES if self.sink.keeps_rows else 0
+            while self._queue and first.num_rows:
                 task = self._queue[0]
                 selection = task.job.selection
-                if (selection.columns, selection.dtype) != kind or not 0 < task.num_rows <= room:
+                if (selection.columns, selection.dtype) != kind or not 0 < task.num_rows <= most_rows - rows:
+                    break
+                if len(tasks) >= share and (rows + task.num_rows) * row > tiny_bytes:
                     break
                 self._queue.popleft()
                 if not task.cancelled:
                     tasks.append(task)
-                    room -= task.num_rows
+                    rows += task.num_rows
             for task in tasks:
                 task.started = True
         return tasks
@@ -263,7 +273,8 @@ class Producer:
             transfer.open()
             transfer.move(self.ring, task.ready, lambda: self._report_copied(task))
 
-        self._finish(task, transfer, move)
+        if self._finish(task, transfer, move):
+            self._report_published([(task, transfer)])
         self._note_gather(transfer.gather_seconds)
 
     def _deliver_together(self, tasks: Sequence[_Task], gather: Gather) -> None:
@@ -290,23 +301,42 @@ class Producer:
             ready = dict.fromkeys(event for task, _ in moving for event in task.ready)
             chunk = gather.finish(gather.start(slots, columns, dtype, buffer, ready))
             self._note_gather(time.monotonic() - begun)
+            sizes = [len(transfer.slots_T) for _, transfer in moving]
+            own = self.sink.keeps_rows and max(sizes) * chunk.hidden[0].numel() <= _ONE_THREAD
+            parts = _split(chunk, sizes, own)
+            sound = all_sound(chunk.absmax, dtype, gather.dtype)
         except Exception as error:  # noqa: BLE001 - as above
             for task, transfer in moving:
                 self._fail(task, transfer, error)
         else:
-            for task, _ in moving:
-                self._report_copied(task)
-            row = 0
-            for task, transfer in moving:
-                rows = chunk.part(row, row + len(transfer.slots_T))
-                row += len(transfer.slots_T)
-                self._finish(task, transfer, functools.partial(_write, transfer, rows))
+            self._report_copied(*[task for task, _ in moving])
+            self._write_each(moving, parts, sound, own)
         finally:
             if buffer is not None:
                 self.ring.release(buffer)
 
-    def _finish(self, task: _Task, transfer: Transfer, move: Callable[[], None]) -> None:
-        """Have a job's rows written, publish its record and report it."""
+    def _write_each(
+        self, moving: Sequence[tuple[_Task, Transfer]], parts: Sequence[Chunk], sound: bool, own: bool
+    ) -> None:
+        """Write jobs, one after the other. For ``sound`` and ``own`` see :meth:`Transfer.put`."""
+        published: list[tuple[_Task, Transfer]] = []
+        told = time.monotonic()
+        for (task, transfer), rows in zip(moving, parts, strict=True):
+
+            def write(transfer: Transfer = transfer, rows: Chunk = rows) -> None:
+                transfer.open()  # only now: open files are scarce
+                transfer.put(rows, sound, own)
+
+            if self._finish(task, transfer, write):
+                published.append((task, transfer))
+            if published and time.monotonic() - told > _NEWS_SECONDS:
+                self._report_published(published)
+                published, told = [], time.monotonic()
+        self._report_published(published)
+
+    def _finish(self, task: _Task, transfer: Transfer, move: Callable[[], None]) -> bool:
+        """Have a job's rows written and publish its record, which is still to be reported then. A failure is
+        reported, and False."""
         try:
             move()
             transfer.check_whole()
@@ -314,15 +344,11 @@ class Producer:
                 task.publishing = not task.cancelled
             if not task.publishing:
                 raise Cancelled
-            handle = transfer.commit()
+            task.handle = transfer.commit()
         except Exception as error:  # noqa: BLE001 - a sink may raise anything; the thread lives on
             self._fail(task, transfer, error)
-        else:
-            with self._changed:
-                self.bytes_written += transfer.num_bytes
-                self.tokens_written += transfer.num_rows
-                self.write_seconds += transfer.write_seconds
-                self._report_end(task, handle=handle)
+            return False
+        return True
 
     def _fail(self, task: _Task, transfer: Transfer, error: Exception) -> None:
         transfer.abort()
@@ -333,28 +359,42 @@ class Producer:
         with self._changed:
             self.gather_seconds += seconds
 
-    def _report_copied(self, task: _Task) -> None:
+    def _report_copied(self, *tasks: _Task) -> None:
         with self._changed:
-            task.copied = True
-            self._news.append(Completion("copied", task.job.request_id))
+            for task in tasks:
+                task.copied = True
+                self._news.append(Completion("copied", task.job.request_id))
             self._changed.notify_all()
 
-    def _report_end(
-        self, task: _Task, handle: str | None = None, error: ExtractionError | None = None
-    ) -> None:
+    def _report_published(self, published: Sequence[tuple[_Task, Transfer]]) -> None:
+        with self._changed:
+            for task, transfer in published:
+                self.bytes_written += transfer.num_bytes
+                self.tokens_written += transfer.num_rows
+                self.write_seconds += transfer.write_seconds
+                self._report_end(task)
+
+    def _report_end(self, task: _Task, error: ExtractionError | None = None) -> None:
         """Under the lock."""
         request_id = task.job.request_id
         if not task.copied:
             self._news.append(Completion("copied", request_id))
-        self._news.append(Completion("completed", request_id, handle, error))
+        self._news.append(Completion("completed", request_id, task.handle, error))
         self._finished["failed" if error else "completed"] += 1
         del self._tasks[request_id]
         self._changed.notify_all()
 
 
-def _write(transfer: Transfer, rows: Chunk) -> None:
-    transfer.open()  # only now: open files are scarce
-    transfer.put(rows)
+def _split(chunk: Chunk, sizes: Sequence[int], own: bool) -> list[Chunk]:
+    """Each job's rows, with ``own`` in memory of their own. In one call for all of them, as each call lets go
+    of the GIL and then waits for another thread to let go of it in turn."""
+    split: Callable[..., Sequence[torch.Tensor]] = (
+        torch.split_with_sizes_copy if own else torch.split_with_sizes  # type: ignore[assignment]
+    )
+    hidden = split(chunk.hidden, sizes)
+    scales = [None] * len(sizes) if chunk.scales is None else split(chunk.scales, sizes)
+    absmax = np.split(chunk.absmax, np.cumsum(sizes[:-1]))
+    return [Chunk(h, s, a) for h, s, a in zip(hidden, scales, absmax, strict=True)]
 
 
 def _num_rows(job: Job) -> int:

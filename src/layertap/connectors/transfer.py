@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ _DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
 _log = logging.getLogger(__name__)
+_NO_SLOTS: Array = np.empty(0, dtype=np.int64)
+_FEW_ROWS = 16  # up to here plain integers cost less than arrays
 
 
 class Cancelled(Exception):  # noqa: N818 - an outcome, not a fault
@@ -59,6 +61,31 @@ def acquire(ring: StagingRing, given_up: Callable[[], bool]) -> torch.Tensor:
         raise Cancelled from None
 
 
+def slots_of(positions: Sequence[int], block_ids: Sequence[int], block_size: int) -> Array:
+    """[T] int64: where a sequence's tokens lie in the cache."""
+    if len(positions) <= _FEW_ROWS:
+        slots = [block_ids[p // block_size] * block_size + p % block_size for p in positions]
+        return np.array(slots, dtype=np.int64)
+    if isinstance(positions, range):
+        positions_T = np.arange(positions.start, positions.stop)
+    else:
+        positions_T = np.asarray(positions, dtype=np.int64)
+    block_T, offset_T = np.divmod(positions_T, block_size)
+    slots_T: Array = np.asarray(block_ids, dtype=np.int64)[block_T] * block_size + offset_T
+    return slots_T
+
+
+def all_sound(absmax_nL: Array, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+    """True if rows of any number of jobs need no closer look: all values are finite and fit the storage
+    dtype, and no token's layer is zero."""
+    # NaN compares false.
+    return bool(absmax_nL.min() > 0 and absmax_nL.max() < np.inf) and not _may_overflow(dtype, cache_dtype)
+
+
+def _may_overflow(dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+    return torch.finfo(dtype).max < torch.finfo(cache_dtype).max and dtype != torch.float8_e4m3fn
+
+
 class Transfer:
     """Moves one job: ``prepare``; ``open``; ``move``, or ``put`` with rows that were gathered for several
     jobs at once; ``check_whole``; ``commit``. After any of them has raised: ``abort``."""
@@ -70,8 +97,9 @@ class Transfer:
         self._given_up = given_up
         self._spec: RecordSpec | None = None
         self._writer: RecordWriter | None = None
-        self._positions_T: Array = np.empty(0, dtype=np.int64)
-        self.slots_T: Array = self._positions_T
+        self._kept: Sequence[int] = ()
+        """Positions of the kept rows, in output order."""
+        self.slots_T: Array = _NO_SLOTS
         """Where the kept rows lie in the cache; known after ``prepare``, as is the record's ``dtype``."""
         self.dtype = gather.dtype
         self._largest_L: Array | None = None
@@ -93,12 +121,10 @@ class Transfer:
             raise Cancelled
         job, gather, selection = self._job, self._gather, self._job.selection
         self.dtype = storage_dtype(selection, gather.dtype)
-        kept = selection.positions(job.num_states)
+        kept = self._kept = selection.positions(job.num_states)
         if isinstance(kept, range):
-            self._positions_T = np.arange(kept.start, kept.stop)
             tokens = job.token_ids[kept.start : kept.stop]
         else:
-            self._positions_T = np.asarray(kept, dtype=np.int64)
             tokens = [job.token_ids[p] for p in kept]
         metadata = build_metadata(
             request_id=job.request_id,
@@ -113,13 +139,12 @@ class Transfer:
         self._spec = RecordSpec(
             request_id=job.request_id,
             token_ids=torch.from_numpy(np.array(tokens, dtype=np.int64)),
-            shape=(len(self._positions_T), len(selection.columns), gather.hidden_size),
+            shape=(len(kept), len(selection.columns), gather.hidden_size),
             dtype=self.dtype,
             has_scales=self.dtype == torch.float8_e4m3fn,
             metadata=metadata,
         )
-        block_T, offset_T = np.divmod(self._positions_T, gather.block_size)
-        self.slots_T = np.asarray(job.block_ids, dtype=np.int64)[block_T] * gather.block_size + offset_T
+        self.slots_T = slots_of(kept, job.block_ids, gather.block_size)
 
     def open(self) -> None:
         """Open the sink's writer for them.
@@ -185,8 +210,12 @@ class Transfer:
             for buffer in held:
                 ring.release(buffer)
 
-    def put(self, chunk: Chunk) -> None:
+    def put(self, chunk: Chunk, sound: bool = False, own: bool = False) -> None:
         """Check the next rows, and write them.
+
+        Args:
+            sound: they have been checked, all of them (see :func:`all_sound`).
+            own: they are all that there are, and the sink may keep their memory.
 
         Raises:
             ExtractionError: they are not fit to be published.
@@ -194,11 +223,12 @@ class Transfer:
             Exception: whatever the sink raises.
         """
         assert self._writer is not None
-        self._check(chunk, self._positions_T[self.num_rows :], self.dtype)
+        if not sound:
+            self._check(chunk, self._kept[self.num_rows :], self.dtype)
         if self._given_up():
             raise Cancelled
         begun = time.monotonic()
-        self._writer.write(chunk.hidden, chunk.scales)
+        (self._writer.keep if own else self._writer.write)(chunk.hidden, chunk.scales)
         self.write_seconds += time.monotonic() - begun
         self.num_rows += chunk.hidden.shape[0]
         self.num_bytes += chunk.hidden.numel() * self.dtype.itemsize
@@ -209,8 +239,8 @@ class Transfer:
         Raises:
             ExtractionError: a layer is zero for every kept token.
         """
-        assert self._largest_L is not None
-        if self._largest_L.min() == 0:
+        assert self.num_rows == len(self._kept)
+        if self._largest_L is not None and self._largest_L.min() == 0:
             layer_id = self._job.selection.layer_ids[int(self._largest_L.argmin())]
             reason = (
                 f"the hidden states of layer {layer_id} are zero for every kept token; nothing was published"
@@ -235,14 +265,14 @@ class Transfer:
         except Exception:  # noqa: BLE001 - logged; the request has failed already
             _log.exception("request %s: its unfinished record could not be removed", self._job.request_id)
 
-    def _check(self, chunk: Chunk, positions: Array, dtype: torch.dtype) -> None:
+    def _check(self, chunk: Chunk, positions: Sequence[int], dtype: torch.dtype) -> None:
         absmax_nL = chunk.absmax
         largest_L = absmax_nL.max(axis=0)
         if not largest_L.max() < np.inf:  # NaN too
             self._refuse(
                 ~np.isfinite(absmax_nL), positions, "not_finite", "NaN or infinite; nothing was published"
             )
-        if torch.finfo(dtype).max < torch.finfo(self._gather.dtype).max and dtype != torch.float8_e4m3fn:
+        if _may_overflow(dtype, self._gather.dtype):
             with np.errstate(over="ignore"):
                 stored = torch.from_numpy(absmax_nL).to(dtype).float().numpy()
             if not np.isfinite(stored).all():
@@ -255,8 +285,8 @@ class Transfer:
                 )
         self._largest_L = largest_L if self._largest_L is None else np.maximum(self._largest_L, largest_L)
 
-    def _refuse(self, bad_nL: Array, positions: Array, kind: str, what: str) -> None:
+    def _refuse(self, bad_nL: Array, positions: Sequence[int], kind: str, what: str) -> None:
         row, column = (int(i) for i in np.argwhere(bad_nL)[0])
         layer_id = self._job.selection.layer_ids[column]
-        reason = f"the hidden states of layer {layer_id} at position {int(positions[row])} are {what}"
+        reason = f"the hidden states of layer {layer_id} at position {positions[row]} are {what}"
         raise ExtractionError(self._job.request_id, reason, kind)

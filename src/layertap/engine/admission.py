@@ -52,7 +52,8 @@ class Admission:
         Raises:
             InvalidInputError: naming the field that is wrong.
         """
-        ids = list(prompt_token_ids)
+        # A list stays what it is, as prompts come here as lists that nobody else holds.
+        ids = prompt_token_ids if type(prompt_token_ids) is list else list(prompt_token_ids)
         self._check_prompt(ids)
         self._check_params(len(ids), params)
         selection = self._select(request_id, len(ids), params)
@@ -62,7 +63,7 @@ class Admission:
             ids,
             params,
             selection,
-            eos | frozenset(params.stop_token_ids or ()),
+            eos.union(params.stop_token_ids) if params.stop_token_ids else eos,
             RequestMetrics(time.monotonic()),
             cache_salt=cache_salt.encode(),
             max_tokens=0 if self.extract_only else params.max_tokens,

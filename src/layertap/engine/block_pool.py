@@ -21,12 +21,15 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(num_blocks))
+        self._empty = list(range(num_blocks))[::-1]
+        """Free blocks that no hash finds: the last one is taken first."""
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Free blocks that were freed with a hash, taken when no empty one is left: the first one first."""
 
     @property
     def num_free(self) -> int:
         """Blocks that nothing refers to; those that are still known by hash count too."""
-        return len(self._free)
+        return len(self._empty) + len(self._cached)
 
     def ref_count(self, block_id: int) -> int:
         return self._refs[block_id]
@@ -44,26 +47,29 @@ class BlockPool:
 
     def num_free_after(self, taken: Sequence[int]) -> int:
         """Free blocks that would be left if ``taken`` (blocks from :meth:`find`) were acquired."""
-        return len(self._free) - sum(1 for b in taken if self._refs[b] == 0)
+        return self.num_free - sum(1 for b in taken if self._refs[b] == 0)
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Add a reference to known blocks."""
         for b in block_ids:
             if self._refs[b] == 0:
-                del self._free[b]
+                del self._cached[b]
             self._refs[b] += 1
 
     def allocate(self, count: int) -> list[int] | None:
         """``count`` blocks with one reference each, or None when there are not that many. Their old hashes
         are forgotten."""
-        if count > len(self._free):
+        if count > self.num_free:
             return None
-        taken: list[int] = []
-        for _ in range(count):
-            b, _none = self._free.popitem(last=False)
+        first = max(0, len(self._empty) - count)
+        taken = self._empty[first:][::-1]
+        del self._empty[first:]
+        while len(taken) < count:
+            b, _none = self._cached.popitem(last=False)
             self._forget(b)
-            self._refs[b] = 1
             taken.append(b)
+        for b in taken:
+            self._refs[b] = 1
         return taken
 
     def register(self, block_id: int, block_hash: bytes) -> None:
@@ -86,9 +92,10 @@ class BlockPool:
             assert refs >= 0, f"block {b} released too often"
             self._refs[b] = refs
             if refs == 0:
-                self._free[b] = None
                 if self._hash_of[b] is None:
-                    self._free.move_to_end(b, last=False)
+                    self._empty.append(b)
+                else:
+                    self._cached[b] = None
 
     def reset_prefix_cache(self) -> None:
         """Forget every hash."""

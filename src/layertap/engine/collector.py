@@ -30,6 +30,8 @@ class OutputCollector:
             only with ``stream=True``, after each token.
     """
 
+    __slots__ = ("_core", "_on_output", "_stream", "_unfinished", "prompt", "request_id", "requests")
+
     def __init__(
         self,
         core: EngineCore,
@@ -66,7 +68,7 @@ class OutputCollector:
     def output(self) -> RequestOutput:
         """What there is so far."""
         first = self.requests[0]
-        error = next((r.error for r in self.requests if r.error is not None), None)
+        errors = [r.error for r in self.requests if r.error is not None]
         completions = [self._completion(i, r) for i, r in enumerate(self.requests)]
         return RequestOutput(
             request_id=self.request_id,
@@ -77,7 +79,7 @@ class OutputCollector:
             kv_transfer_params=completions[0].kv_transfer_params,
             num_cached_tokens=first.num_cached_tokens,
             prompt_logprobs=self._named(first.prompt_logprobs) if first.prompt_logprobs else None,
-            error=error,
+            error=errors[0] if errors else None,
             metrics=first.metrics,
         )
 

@@ -28,12 +28,10 @@ class RequestStatus(enum.Enum):
 
     @property
     def finished(self) -> bool:
-        return self in (
-            RequestStatus.STOPPED,
-            RequestStatus.LENGTH,
-            RequestStatus.ABORTED,
-            RequestStatus.ERROR,
-        )
+        return self in _FINISHED
+
+
+_FINISHED = (RequestStatus.STOPPED, RequestStatus.LENGTH, RequestStatus.ABORTED, RequestStatus.ERROR)
 
 
 @dataclass(eq=False, slots=True)

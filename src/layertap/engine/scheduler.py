@@ -141,19 +141,20 @@ class Scheduler:
     def _admit(self, budget: int, out: SchedulerOutput) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
+            num_tokens = request.num_tokens
             reuse: list[int] = []
             # The last token is always computed: it must yield a logit.
             if self.pool.enable_prefix_caching and request.params.prompt_logprobs is None:
-                usable = (request.num_tokens - 1) // self.block_size
+                usable = (num_tokens - 1) // self.block_size
                 reuse = self.pool.find(request.hashes(self.block_size)[:usable])
             cached = len(reuse) * self.block_size
-            rest = request.num_tokens - cached
+            rest = num_tokens - cached
             count = self._count(rest, budget, out)
             if count == 0:
                 return
             if self.avoid_splitting and count < rest <= self.max_num_batched_tokens and out.scheduled:
                 return
-            fresh = -(-request.num_tokens // self.block_size) - len(reuse)
+            fresh = -(-num_tokens // self.block_size) - len(reuse)
             if self.pool.num_free_after(reuse) < fresh:
                 return
             self.waiting.popleft()
@@ -166,7 +167,7 @@ class Scheduler:
             if request.status is RequestStatus.WAITING:
                 request.num_cached_tokens = cached
                 request.metrics.first_scheduled = time.monotonic()
-                self.prefix_queries += request.num_tokens
+                self.prefix_queries += num_tokens
                 self.prefix_hits += cached
             request.status = RequestStatus.RUNNING
             self.running.append(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -73,6 +74,9 @@ class LocalEngine(AsyncEngine):
         self.facts = self._engine.facts
         self.tokenizer = self._engine.core.tokenizer
         self._aloop: asyncio.AbstractEventLoop | None = None
+        self._arrived: deque[tuple[OutputStream, RequestOutput]] = deque()
+        self._waking = False
+        """The event loop has been told of what has arrived, and has not looked yet."""
 
     async def start(self) -> None:
         self._aloop = asyncio.get_running_loop()
@@ -93,9 +97,19 @@ class LocalEngine(AsyncEngine):
         return [self._engine.collect(s.call, partial(self._deliver, s)) for s in streams]
 
     def _deliver(self, stream: OutputStream, output: RequestOutput) -> None:
-        """On the engine's thread."""
+        """On the engine's thread. A step's outputs wake the event loop once."""
         assert self._aloop is not None
-        self._aloop.call_soon_threadsafe(stream.put, output)
+        self._arrived.append((stream, output))
+        if not self._waking:
+            self._waking = True
+            self._aloop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        # First, so that whatever arrives after the last look wakes the loop again.
+        self._waking = False
+        while self._arrived:
+            stream, output = self._arrived.popleft()
+            stream.put(output)
 
     def abort(self, call: EngineCall) -> None:
         self._engine.abort(call)

@@ -5,6 +5,7 @@ It ends when its socket does, so that no replica outlives its server.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -91,6 +92,9 @@ def main() -> int:
     except LayertapError as error:
         sock.sendall(wire.pack(wire.Refused(None, error)))
         return 1
+    # As in the server: the collector need not go through the objects of model and libraries any more.
+    gc.collect()
+    gc.freeze()
     Replica(sock, engine).run()
     closing = threading.Thread(target=partial(engine.close), daemon=True)
     closing.start()

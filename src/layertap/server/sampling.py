@@ -36,8 +36,11 @@ def refuse_unsupported(body: Sampling) -> None:
     """Raises:
     InvalidInputError: a field asks for something that the engine cannot do.
     """
+    given = body.model_fields_set
     for name, neutral in _NEUTRAL.items():
-        value = getattr(body, name, None)
+        if name not in given:
+            continue
+        value = getattr(body, name)
         if value is not None and value not in neutral:
             allowed = " or ".join(repr(v) for v in (*neutral, None))
             raise InvalidInputError(name, value, f"{allowed}: this server does not support it")

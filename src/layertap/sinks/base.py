@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -32,6 +33,10 @@ class RecordWriter(ABC):
     def write(self, hidden_TLH: torch.Tensor, scales_T11: torch.Tensor | None = None) -> None:
         """Append rows. The tensor is CPU memory that the caller reuses as soon as this returns."""
 
+    def keep(self, hidden_TLH: torch.Tensor, scales_T11: torch.Tensor | None = None) -> None:
+        """The same with a whole record, whose memory is the writer's from then on."""
+        self.write(hidden_TLH, scales_T11)
+
     @abstractmethod
     def commit(self) -> str:
         """Publish the whole record, at once, and return its handle."""
@@ -44,6 +49,10 @@ class RecordWriter(ABC):
 
 class Sink(ABC):
     """Opens a writer for each request. Safe to call from several threads."""
+
+    keeps_rows: ClassVar[bool] = False
+    """Records stay in memory: many small ones are copied out of a staging buffer in one call, and given to
+    :meth:`RecordWriter.keep`."""
 
     @abstractmethod
     def open(self, spec: RecordSpec) -> RecordWriter: ...

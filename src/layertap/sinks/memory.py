@@ -12,7 +12,8 @@ from layertap.record import HiddenStates, states_of
 from layertap.sinks.base import RecordSpec, RecordWriter, Sink
 
 SCHEME = "memory://"
-_live: weakref.WeakSet[MemorySink] = weakref.WeakSet()
+# Replaced as a whole under the lock, so that whoever looks for a handle needs none.
+_live: tuple[weakref.ref[MemorySink], ...] = ()
 _live_lock = threading.Lock()
 
 
@@ -20,12 +21,13 @@ class MemorySink(Sink):
     """Keeps records until :meth:`take` or :meth:`delete`. A later record of the same id replaces an earlier
     one."""
 
+    keeps_rows = True
+
     def __init__(self) -> None:
         self._records: dict[str, HiddenStates] = {}
         self._lock = threading.Lock()
         self._bytes = 0
-        with _live_lock:
-            _live.add(self)
+        _register(self, True)
 
     def open(self, spec: RecordSpec) -> RecordWriter:
         return MemoryWriter(self, spec)
@@ -47,9 +49,7 @@ class MemorySink(Sink):
         with self._lock:
             record = self._records.get(handle)
         if record is None:
-            raise HandleNotFoundError(
-                f"{handle}: not in memory; it was never delivered, or has been taken already"
-            )
+            raise _not_found(handle)
         return record
 
     def take(self, handle: str) -> HiddenStates:
@@ -58,45 +58,52 @@ class MemorySink(Sink):
         Raises:
             HandleNotFoundError: there is none (any more).
         """
-        record = self.get(handle)
-        self.delete(handle)
+        record = self._pop(handle)
+        if record is None:
+            raise _not_found(handle)
         return record
 
     def delete(self, handle: str) -> bool:
         """Forget a record. True if there was one."""
+        return self._pop(handle) is not None
+
+    def _pop(self, handle: str) -> HiddenStates | None:
         with self._lock:
             record = self._records.pop(handle, None)
             if record is not None:
                 self._bytes -= _size(record)
-        return record is not None
+        return record
 
     def __contains__(self, handle: str) -> bool:
         return handle in self._records
 
     def _publish(self, handle: str, record: HiddenStates) -> None:
+        size = _size(record)
         with self._lock:
             replaced = self._records.get(handle)
             self._records[handle] = record
-            self._bytes += _size(record) - (_size(replaced) if replaced else 0)
+            self._bytes += size - (0 if replaced is None else _size(replaced))
 
     def close(self) -> None:
         """Leave the registry of live sinks; records stay until the sink itself goes."""
-        with _live_lock:
-            _live.discard(self)
+        _register(self, False)
 
 
 class MemoryWriter(RecordWriter):
-    """Fills tensors that are allocated whole at the start."""
+    """Fills tensors that are allocated whole at the first rows."""
 
     def __init__(self, sink: MemorySink, spec: RecordSpec) -> None:
         self._sink = sink
         self._spec = spec
         self._rows = 0
-        self._hidden: torch.Tensor | None = torch.empty(spec.shape, dtype=spec.dtype)
-        self._scales = torch.empty(spec.shape[0], 1, 1) if spec.has_scales else None
+        self._hidden: torch.Tensor | None = None
+        self._scales: torch.Tensor | None = None
 
     def write(self, hidden_TLH: torch.Tensor, scales_T11: torch.Tensor | None = None) -> None:
-        assert self._hidden is not None
+        spec = self._spec
+        if self._hidden is None:
+            self._hidden = torch.empty(spec.shape, dtype=spec.dtype)
+            self._scales = torch.empty(spec.shape[0], 1, 1) if spec.has_scales else None
         rows = slice(self._rows, self._rows + hidden_TLH.shape[0])
         # Bytes through numpy: one memcpy without the GIL and without waking torch's thread pool.
         _bits(self._hidden[rows])[...] = _bits(hidden_TLH)
@@ -104,6 +111,9 @@ class MemoryWriter(RecordWriter):
             assert self._scales is not None
             self._scales.numpy()[rows] = scales_T11.numpy()
         self._rows = rows.stop
+
+    def keep(self, hidden_TLH: torch.Tensor, scales_T11: torch.Tensor | None = None) -> None:
+        self._hidden, self._scales, self._rows = hidden_TLH, scales_T11, hidden_TLH.shape[0]
 
     def commit(self) -> str:
         assert self._hidden is not None
@@ -125,11 +135,25 @@ def _bits(tensor: torch.Tensor):  # type: ignore[no-untyped-def]
 
 def _size(record: HiddenStates) -> int:
     tensors = (record.token_ids, record.hidden_states, record.scales)
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    return sum(t.nbytes for t in tensors if t is not None)
+
+
+def _not_found(handle: str) -> HandleNotFoundError:
+    return HandleNotFoundError(f"{handle}: not in memory; it was never delivered, or has been taken already")
+
+
+def _register(sink: MemorySink, live: bool) -> None:
+    """Put a sink among the live ones or take it out; sinks that are gone go too."""
+    global _live
+    with _live_lock:
+        others = tuple(ref for ref in _live if ref() not in (None, sink))
+        _live = (*others, weakref.ref(sink)) if live else others
 
 
 def find_sink(handle: str) -> MemorySink | None:
     """The live sink that holds a handle."""
-    with _live_lock:
-        sinks = list(_live)
-    return next((sink for sink in sinks if handle in sink), None)
+    for ref in _live:
+        sink = ref()
+        if sink is not None and handle in sink:
+            return sink
+    return None
