@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,21 @@ class StepLogits:
     prompt: list[tuple[ScheduledRequest, torch.Tensor]]
     """Requests that want prompt log-probabilities, with the logits [n, vocab] of their tokens of this
     step."""
+
+
+def _paged(
+    block_ids: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
+    """Slots and positions of the first ``lengths[i]`` tokens of every sequence, in order: a few operations
+    for all of them, not a few for each."""
+    num_blocks = [-(-n // block_size) for n in lengths]
+    flat = itertools.chain.from_iterable(ids[:n] for ids, n in zip(block_ids, num_blocks, strict=True))
+    blocks = np.fromiter(flat, dtype=np.int64, count=sum(num_blocks))
+    begins = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+    positions = np.arange(len(begins), dtype=np.int64) - begins
+    first_block = np.repeat(np.cumsum([0, *num_blocks[:-1]]), lengths)
+    slots = blocks[first_block + positions // block_size] * block_size + positions % block_size
+    return slots, positions
 
 
 class ModelRunner:
@@ -159,15 +175,17 @@ class ModelRunner:
 
     def _execute_packed(self, scheduled: Sequence[ScheduledRequest]) -> StepLogits:
         ids = np.concatenate([s.request.token_array(s.start, s.start + s.num_tokens) for s in scheduled])
-        positions = np.concatenate(
-            [np.arange(s.start, s.start + s.num_tokens, dtype=np.int64) for s in scheduled]
-        )
-        starts = [0, *np.cumsum([s.num_tokens for s in scheduled]).tolist()]
-        with_context = any(s.start for s in scheduled)
-        slots = [self._slots(s, 0 if s.start else s.start) for s in scheduled]
-        mapping = np.concatenate(
-            [x[s.start :] if s.start else x for x, s in zip(slots, scheduled, strict=True)]
-        )
+        counts = [s.num_tokens for s in scheduled]
+        starts = list(itertools.accumulate(counts, initial=0))
+        contexts = [s.start for s in scheduled]
+        totals = [s.start + s.num_tokens for s in scheduled]
+        with_context = any(contexts)
+        all_slots, positions = _paged([s.request.block_ids for s in scheduled], totals, self.block_size)
+        ends = list(itertools.accumulate(totals, initial=0))
+        mapping = all_slots
+        if with_context:
+            new = positions >= np.repeat(contexts, totals)
+            mapping, positions = all_slots[new], positions[new]
         graph = self._graph if self._graph is not None and self._graph.takes(len(ids)) else None
         if graph is not None:
             graph.fill(ids, positions, mapping)
@@ -175,17 +193,19 @@ class ModelRunner:
         else:
             slot_mapping = self._to_device(mapping)
         cuda = self.device.type == "cuda"
-        totals = [s.start + s.num_tokens for s in scheduled]
         layout = BatchLayout(
             slot_mapping=slot_mapping,
             query_starts=starts,
-            context_lens=[s.start for s in scheduled],
-            slots=[self._to_device(x) if s.start else None for x, s in zip(slots, scheduled, strict=True)],
+            context_lens=contexts,
+            slots=[
+                self._to_device(all_slots[ends[i] : ends[i + 1]]) if context else None
+                for i, context in enumerate(contexts)
+            ],
             cu_seqlens_q=self._to_device(np.asarray(starts, dtype=np.int32)) if cuda else None,
             cu_seqlens_k=self._to_device(np.cumsum([0, *totals], dtype=np.int32)) if cuda else None,
-            max_seqlen_q=max(s.num_tokens for s in scheduled),
+            max_seqlen_q=max(counts),
             max_seqlen_k=max(totals),
-            all_slots=self._to_device(np.concatenate(slots)) if cuda and with_context else None,
+            all_slots=self._to_device(all_slots) if cuda and with_context else None,
             keep_kv=self._prefix_caching or with_context or any(_goes_on(s) for s in scheduled),
         )
         sampling = [s for s in scheduled if s.samples]
