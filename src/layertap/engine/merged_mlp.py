@@ -29,7 +29,7 @@ def _may_be_gated(mlp: Any) -> bool:
     gate, up = getattr(mlp, "gate_proj", None), getattr(mlp, "up_proj", None)
     if type(gate) is not nn.Linear or type(up) is not nn.Linear:
         return False
-    if gate.bias is not None or up.bias is not None:
+    if getattr(gate, "bias", None) is not None or getattr(up, "bias", None) is not None:
         return False
     if not callable(getattr(mlp, "down_proj", None)) or not callable(getattr(mlp, "act_fn", None)):
         return False
