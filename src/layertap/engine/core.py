@@ -71,7 +71,9 @@ class EngineCore:
         )
         self.tokenizer = loader.load_tokenizer(config, source)
         keep = max(1, self.served.highest) if self.served is not None and config.extract_only else total
+        begun = time.monotonic()
         self.verifier: Verifier = load_verifier(config, source, hf_config, keep, self.device)
+        logger.info("loaded and checked the model in %.1f s", time.monotonic() - begun)
         self.eos_token_ids = _eos_token_ids(self.verifier.model, self.tokenizer)
         budget = config.max_num_batched_tokens or (
             _CUDA_STEP_TOKENS if self.device.type == "cuda" else _CPU_STEP_TOKENS
@@ -204,6 +206,8 @@ class EngineCore:
         while len(self._launched) > keep:
             self._finalize(self._launched.popleft())
             progressed = True
+            if len(self._launched) > keep:
+                self._collect()  # what has ended is on its way before the next step is waited for
         return progressed
 
     def wait(self, timeout: float) -> None:
