@@ -206,8 +206,6 @@ class EngineCore:
         while len(self._launched) > keep:
             self._finalize(self._launched.popleft())
             progressed = True
-            if len(self._launched) > keep:
-                self._collect()  # what has ended is on its way before the next step is waited for
         return progressed
 
     def wait(self, timeout: float) -> None:
