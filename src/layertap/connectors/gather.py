@@ -275,7 +275,9 @@ class CudaGather(Gather):
         self._cache = cache
         self.dtype = cache.dtype
         self.block_size, self.hidden_size = cache.shape[1], cache.shape[3]
-        self._stream = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
+        # Ahead of the model's kernels, which fill the device: behind them rows would wait for the end of the
+        # step that is computed meanwhile.
+        self._stream = torch.cuda.Stream(cache.device, priority=-1)  # type: ignore[no-untyped-call]
         self._rows = PagedRows(cache)
 
     def start(

@@ -78,11 +78,13 @@ def compile_runner(runner: ModelRunner, config: EngineConfig) -> bool:
     started = time.monotonic()
     budget = config.max_num_batched_tokens
     assert budget is not None
+    runner.least_tokens = 2
     try:
         runner.warm_up(budget, with_logits=not config.extract_only)
     except (RuntimeError, OSError, ImportError) as e:  # no compiler on this machine, or one that fails
         logger.warning("layers run uncompiled: %s: %s", type(e).__name__, first_line(e))
         uncompile_layers(layers)
+        runner.least_tokens = 1
         return False
     logger.info("compiled the decoder layers in %.1f s", time.monotonic() - started)
     if runner.device.type == "cuda":

@@ -20,7 +20,7 @@ from layertap.engine.verifier import Verifier
 from layertap.layers import ServedLayers
 
 # Primes, that no other size of a model is likely to equal: a graph would take the two for one.
-_WARM_UP_TOKENS = (211, 97, 1)
+_WARM_UP_TOKENS = (211, 97, 2)
 _LARGEST_PRIMES = (65521, 32749, 16381, 8191, 4093, 2039, 1021, 509)
 
 
@@ -77,6 +77,8 @@ class ModelRunner:
         self.draft: DraftModel | None = None
         self._slot_mapping: torch.Tensor | None = None
         self._graph: StepGraph | None = None
+        self.least_tokens = 1
+        """A smaller step is filled up. Compiled layers want two: for one they are compiled once more."""
         if served is not None:
             self.draft = DraftModel(
                 num_blocks + 1,
@@ -186,6 +188,14 @@ class ModelRunner:
         if with_context:
             new = positions >= np.repeat(contexts, totals)
             mapping, positions = all_slots[new], positions[new]
+        if len(ids) < self.least_tokens:
+            # One more sequence of one token, in the padding block.
+            ids, positions = np.append(ids, 0), np.append(positions, 0)
+            mapping, all_slots = (np.append(x, self._padding_slot) for x in (mapping, all_slots))
+            for numbers, one in ((counts, 1), (contexts, 0), (totals, 1)):
+                numbers.append(one)
+            starts.append(starts[-1] + 1)
+            ends.append(ends[-1] + 1)
         graph = self._graph if self._graph is not None and self._graph.takes(len(ids)) else None
         if graph is not None:
             graph.fill(ids, positions, mapping)

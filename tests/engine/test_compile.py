@@ -1,0 +1,31 @@
+"""Layers compiled on a CPU: the same states and tokens, from one graph for all layers and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_conformance import prompts_for
+
+import reference
+from layertap import LLM, SamplingParams
+
+
+@pytest.mark.slow
+def test_compiled_layers_equal_plain_ones(make_llm: Callable[..., LLM], tiny: Callable[..., str]) -> None:
+    path = tiny("llama")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    llm = make_llm(path, layers=["all", "norm"], enforce_eager=False, max_num_batched_tokens=24, block_size=4)
+    if not llm._core.compiled:
+        pytest.skip("needs a C++ compiler")
+    prompts = prompts_for(1, [40, 3, 17, 1])
+    for prompt, got in zip(prompts, llm.extract(prompts), strict=True):
+        reference.assert_states(got.hidden_states, reference.states(path, prompt), 1e-5)
+    # A single token a step, which is filled up.
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    plain = make_llm(path, layers=[1])
+    (expected,), (got,) = plain.generate(prompts[0], params), llm.generate(prompts[0], params)
+    assert got.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
