@@ -47,7 +47,7 @@ def test_gathered_rows_and_magnitudes(dtype: torch.dtype, columns_first: bool, h
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [8, 100, 5000])
 def test_stored_rows(dtype: torch.dtype, width: int) -> None:
-    from layertap.kernels.paged_store import store_rows
+    from layertap.kernels.paged_copy import store_rows
 
     source = torch.randn(6, 3, width, device=DEVICE).to(dtype)[:, 1]
     target = torch.zeros(20, 2, width, dtype=dtype, device=DEVICE)
@@ -60,7 +60,7 @@ def test_stored_rows(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (24, 16), (80, 80)])
 def test_stored_keys_and_values(dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
-    from layertap.kernels.paged_store import store_keys_values
+    from layertap.kernels.paged_copy import load_keys_values, store_keys_values
 
     keys = torch.randn(3, 6, key_dim, device=DEVICE).to(dtype).transpose(0, 1)
     values = torch.randn(6, 3, value_dim, device=DEVICE).to(dtype)
@@ -72,3 +72,7 @@ def test_stored_keys_and_values(dtype: torch.dtype, key_dim: int, value_dim: int
     assert torch.equal(value_cache[slots], values)
     assert int(key_cache.any(dim=2).any(dim=1).sum()) == 6
     assert int(value_cache.any(dim=2).any(dim=1).sum()) == 6
+    again = torch.tensor([3, 0, 19, 3], device=DEVICE)
+    got_keys, got_values = load_keys_values(key_cache, value_cache, again)
+    assert torch.equal(got_keys, key_cache[again])
+    assert torch.equal(got_values, value_cache[again])

@@ -126,12 +126,21 @@ class AttentionLayer:
         assert self.key_cache is not None
         assert self.value_cache is not None
         if use_triton(k_TKD):
-            from layertap.kernels.paged_store import store_keys_values
+            from layertap.kernels.paged_copy import store_keys_values
 
             store_keys_values(k_TKD, v_TKV, self.key_cache, self.value_cache, slots_T)
         else:
             self.key_cache.index_copy_(0, slots_T, k_TKD)
             self.value_cache.index_copy_(0, slots_T, v_TKV)
+
+    def _load(self, slots_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.key_cache is not None
+        assert self.value_cache is not None
+        if use_triton(slots_M):
+            from layertap.kernels.paged_copy import load_keys_values
+
+            return load_keys_values(self.key_cache, self.value_cache, slots_M)
+        return self.key_cache[slots_M], self.value_cache[slots_M]
 
     def _varlen(self, q: torch.Tensor) -> bool:
         return (
@@ -158,9 +167,7 @@ class AttentionLayer:
         assert layout.cu_seqlens_k is not None
         k, v = k_1KTD[0].transpose(0, 1), v_1KTV[0].transpose(0, 1)
         if layout.all_slots is not None:
-            assert self.key_cache is not None
-            assert self.value_cache is not None
-            k, v = self.key_cache[layout.all_slots], self.value_cache[layout.all_slots]
+            k, v = self._load(layout.all_slots)
         out = varlen_attention(
             q_1QTD[0].transpose(0, 1), k, v, layout.cu_seqlens_q, layout.cu_seqlens_k,
             layout.max_seqlen_q, layout.max_seqlen_k, self.scale, self.window,

@@ -31,7 +31,7 @@ class CacheOnlyAttention(nn.Module):
     def forward(self, column: int, hidden_TH: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write one boundary's states of this step's tokens to their slots."""
         if use_triton(hidden_TH):
-            from layertap.kernels.paged_store import store_rows
+            from layertap.kernels.paged_copy import store_rows
 
             store_rows(hidden_TH, self.columns[column], slot_mapping)
         else:

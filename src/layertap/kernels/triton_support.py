@@ -18,7 +18,7 @@ def has_triton() -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     try:
-        from layertap.kernels.paged_store import store_rows
+        from layertap.kernels.paged_copy import store_rows
 
         source = torch.arange(6.0, device="cuda").view(2, 3)
         target = torch.zeros(4, 3, device="cuda")

@@ -106,6 +106,8 @@ class FileWriter(RecordWriter):
         self._begin = self._position = self._layout.begin[HIDDEN_STATES]
         self._digest = xxhash.xxh3_64()
         self._scales: list[bytes] = []
+        self._whole = False
+        """The front is written, too."""
         self._fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             self._ask_for_space()
@@ -122,15 +124,23 @@ class FileWriter(RecordWriter):
 
     def write(self, hidden_TLH: torch.Tensor, scales_T11: torch.Tensor | None = None) -> None:
         data = _bytes_of(hidden_TLH)
+        if scales_T11 is not None:
+            self._scales.append(scales_T11.numpy().tobytes())
+        if self._position == self._begin and len(data) == self._layout.total_bytes - self._begin <= _PIECE:
+            # A whole record: in one call, as each lets go of the interpreter and has to get it back.
+            self._digest.update(data)
+            _pwrite(self._fd, [memoryview(self._front()), data], 0)
+            self._position += len(data)
+            self._whole = True
+            return
         for start in range(0, len(data), _PIECE):
             piece = data[start : start + _PIECE]
             self._digest.update(piece)
-            self._position = _pwrite(self._fd, piece, self._position)
-        if scales_T11 is not None:
-            self._scales.append(scales_T11.numpy().tobytes())
+            _pwrite(self._fd, [piece], self._position)
+            self._position += len(piece)
 
-    def commit(self) -> str:
-        assert self._position == self._layout.total_bytes, "commit before all rows were written"
+    def _front(self) -> bytes:
+        """Everything before the hidden states, once these are hashed."""
         tokens = self._spec.token_ids.numpy().tobytes()
         scales = b"".join(self._scales)
         checksums = {TOKEN_IDS: xxhash.xxh3_64_intdigest(tokens)}
@@ -139,7 +149,12 @@ class FileWriter(RecordWriter):
         checksums[HIDDEN_STATES] = self._digest.intdigest()
         front = self._layout.header(checksums) + tokens + scales
         assert len(front) == self._begin
-        _pwrite(self._fd, memoryview(front), 0)
+        return front
+
+    def commit(self) -> str:
+        assert self._position == self._layout.total_bytes, "commit before all rows were written"
+        if not self._whole:
+            _pwrite(self._fd, [memoryview(self._front())], 0)
         if self._fsync:
             os.fsync(self._fd)
         fd, self._fd = self._fd, -1
@@ -161,12 +176,15 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _pwrite(fd: int, data: memoryview, position: int) -> int:
-    while len(data):
-        written = os.pwrite(fd, data, position)
+def _pwrite(fd: int, parts: list[memoryview], position: int) -> None:
+    """Write parts, one behind the other."""
+    while parts:
+        written = os.pwritev(fd, parts, position)
         position += written
-        data = data[written:]
-    return position
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][written:]
 
 
 def _sync_folder(path: str) -> None:

@@ -82,7 +82,8 @@ class _Suite:
         try:
             self._measure_peak()
             self._plan()
-            for row in self.rows:
+            # Starts first: their second process goes on with the rows that it can serve.
+            for row in sorted(self.rows, key=lambda row: row.measure != "start"):
                 for way in self.planned[row.letter]:
                     if self.results.outcome(row, way) is None:
                         self._check_time(way)
@@ -143,14 +144,7 @@ class _Suite:
     def _measure_rates(self, engine: Engine) -> None:
         """Start one engine and run every row over it that wants just this one."""
         way = engine.way
-        rows = [
-            row
-            for row in self.rows
-            if row.measure == "rate"
-            and way in self.planned[row.letter]
-            and Engine.of(row, way) == engine
-            and self.results.outcome(row, way) is None
-        ]
+        rows = self._rows_of(engine)
         name = f"{''.join(row.letter for row in rows)} {way}"
         failing = rows
         worker = self._worker(name, engine, rows, {})
@@ -164,6 +158,17 @@ class _Suite:
                 self._record_failure(worker, row, engine)
         finally:
             self._end(worker)
+
+    def _rows_of(self, engine: Engine) -> list[Row]:
+        """The rows of rates that are still to be measured with this engine."""
+        return [
+            row
+            for row in self.rows
+            if row.measure == "rate"
+            and engine.way in self.planned[row.letter]
+            and Engine.of(row, engine.way) == engine
+            and self.results.outcome(row, engine.way) is None
+        ]
 
     def _record_failure(self, worker: JsonProcess, row: Row, engine: Engine) -> None:
         """Keep what the process said: its end in the result, all of it in a file beside."""
@@ -222,8 +227,10 @@ class _Suite:
 
     def _measure_starts(self, row: Row, way: str) -> None:
         """Seconds from the start of a process to its first complete file: with empty compilation caches,
-        then with those of the first time."""
+        then with those of the first time. The second process goes on with the other rows of its engine."""
         engine = Engine.of(row, way)
+        rows = [row, *self._rows_of(engine)]
+        failing = rows
         name = f"{row.letter} {way}"
         cache = self.folder / f"cache-{way}"
         env = {variable: str(cache / variable.lower()) for variable in _CACHES}
@@ -233,19 +240,23 @@ class _Suite:
         try:
             for caches in ("empty", "filled"):
                 self._check_time(way)
-                worker = self._worker(name, engine, [row], env)
+                worker = self._worker(name, engine, rows, env)
                 try:
-                    ready = self._start(worker, name, engine, [row])
+                    ready = self._start(worker, name, engine, rows)
                     answer = self._ask(worker, name, "first files", task)
                     seconds = answer["first_at"] - worker.started
+                    starts.append({"caches": caches, "seconds": seconds, **ready})
+                    self.note(f"{name}: first file after {seconds:.1f} s, caches {caches}")
+                    self.results.record(row, way, {**outcome, "starts": starts})
+                    for other in rows[1:] if caches == "filled" else ():
+                        failing = [other]
+                        self._run_row(worker, other, engine, ready)
                 except PeerFailedError:
-                    self._record_failure(worker, row, engine)
+                    for failed in failing:
+                        self._record_failure(worker, failed, engine)
                     return
                 finally:
                     self._end(worker)
-                starts.append({"caches": caches, "seconds": seconds, **ready})
-                self.note(f"{name}: first file after {seconds:.1f} s, caches {caches}")
-                self.results.record(row, way, {**outcome, "starts": starts})
         finally:
             shutil.rmtree(cache, ignore_errors=True)
 
