@@ -1,7 +1,9 @@
+import errno
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -142,3 +144,51 @@ def test_a_sink_that_is_forgotten_lets_go_of_its_lock(tmp_path):
     FileSink(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
     assert os.listdir(tmp_path) == []
+
+
+def large(helpers, folder, rows=(1000, 700)):
+    """A record of 27 MB that comes in two parts."""
+    sink = FileSink(folder, helpers=helpers)
+    states = torch.randn(sum(rows), 1, 4000)
+    writer = sink.open(spec("large", sum(rows), 4000))
+    for part in states.split(list(rows)):
+        buffer = part.clone()
+        writer.write(buffer)
+        buffer.zero_()  # the caller uses it again
+    return sink, writer, states
+
+
+@pytest.mark.parametrize("helpers", [0, 1, 3])
+def test_large_records_are_the_same_whoever_writes_them(tmp_path, helpers):
+    sink, writer, states = large(helpers, tmp_path)
+    record = read_record(writer.commit(), verify=True)
+    assert torch.equal(record.hidden_states, states)
+    sink.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("layertap-write")]
+
+
+def test_a_helper_that_fails_fails_the_record(tmp_path, monkeypatch):
+    pwritev = os.pwritev
+
+    def full(fd, parts, position):
+        if 8 << 20 < position < 16 << 20:
+            raise OSError(errno.ENOSPC, "no space")
+        return pwritev(fd, parts, position)
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(OSError, match="no space"):
+        large(2, tmp_path, rows=(1700,))
+
+
+def test_calls_that_write_only_a_part_are_gone_on_with(tmp_path, monkeypatch):
+    pwritev = os.pwritev
+
+    def short(fd, parts, position):
+        part = parts[0] if len(parts[0]) < 1000 else parts[0][: len(parts[0]) // 2 + 1]
+        return pwritev(fd, [part], position)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    for rows in ((1000, 700), (30,)):  # in parts, and whole
+        sink, writer, states = large(0, tmp_path, rows)
+        assert torch.equal(read_record(writer.commit(), verify=True).hidden_states, states)
+        sink.close()

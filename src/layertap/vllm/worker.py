@@ -46,7 +46,8 @@ class CacheWriter:
 
     def __init__(self, cache: torch.Tensor, plan: CachePlan, options: Mapping[str, Any]) -> None:
         self.publication = Publication(options["use_synchronization_lock"])
-        self._sink = FileSink(options["shared_storage_path"], options["fsync"])
+        helpers = options["num_writer_threads"] if cache.is_cuda else 0
+        self._sink = FileSink(options["shared_storage_path"], options["fsync"], helpers)
         self.producer = Producer(
             cache,
             self._sink,
