@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import threading
 import time
@@ -16,7 +17,9 @@ import reference
 import tiny_models
 from conftest import file_config
 from layertap import LLM, ExtractionError, InvalidInputError, SamplingParams, UnsupportedModelError, reader
+from layertap.engine.collector import OutputCollector
 from layertap.engine.loop import EngineClosedError
+from layertap.engine.request import Request
 from test_cases import all_blocks_free, random_prompt, wait_until
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -378,3 +381,21 @@ def test_greedy_text_of_the_real_model_equals_transformers(smollm2: LLM) -> None
 def test_text_that_is_no_valid_unicode_is_named(prompt: Any, smollm2: LLM) -> None:
     with pytest.raises(InvalidInputError, match="valid Unicode"):
         smollm2.generate([prompt], GREEDY)
+
+
+def test_finished_requests_go_without_the_garbage_collector(
+    make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    llm = make_llm(layers=[1, 3], kv_transfer_config=file_config(tmp_path))
+    prompts = [random_prompt(9, seed) for seed in range(5)]
+    llm.generate(prompts, GREEDY)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(o, Request | OutputCollector) for o in gc.get_objects())
+        llm.generate(prompts, GREEDY)
+        wait_until(lambda: not llm._core.requests)
+        after = sum(isinstance(o, Request | OutputCollector) for o in gc.get_objects())
+    finally:
+        gc.enable()
+    assert after <= before

@@ -302,8 +302,9 @@ class EngineCore:
 
     def _finish(self, request: Request) -> None:
         self.requests.pop(request.request_id, None)
-        if request.on_output is not None:
-            request.on_output(request, True)
+        told, request.on_output = request.on_output, None  # it refers to the request: a cycle
+        if told is not None:
+            told(request, True)
 
     # --- the end -------------------------------------------------------------------------------------------
 
