@@ -63,7 +63,7 @@ class KVConnectorBase(ABC):
     @abstractmethod
     def request_finished(self, request: FinishedRequest, block_ids: list[int]) -> tuple[bool, Params | None]:
         """A request has computed its last token; its states will be valid once the work queued on the device
-        so far is done.
+        so far is done; on a GPU earlier, once the event ``request.states_ready`` has come.
 
         Returns:
             ``delay_free``: True keeps the blocks allocated until :meth:`get_finished` reports the request.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from layertap.errors import ExtractionError
 from layertap.selection import Selection
@@ -23,6 +23,9 @@ class Job:
     block_ids: Sequence[int]
     """Token i lies in block ``block_ids[i // block_size]``."""
     selection: Selection
+    ready: Any = None
+    """On a GPU, the event after which the states are valid; None: once the work queued on the current stream
+    when the job is submitted is done."""
 
     @property
     def num_states(self) -> int:

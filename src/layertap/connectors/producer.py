@@ -113,16 +113,20 @@ class Producer:
         """Take ended requests on: those of one step together, if possible. Their blocks must stay as they are
         until :meth:`poll` reports them copied.
 
-        On a GPU the states need only be valid once the work queued so far on the current stream is done.
+        On a GPU the states need only be valid once the job's event has come, or, where it has none, the work
+        queued so far on the current stream is done.
 
         Raises:
             InvalidInputError: a job of this request id is still under way; none of ``jobs`` is taken.
         """
-        ready: tuple[Any, ...] = ()
-        if self.cache.is_cuda:
-            ready = (torch.cuda.Event(),)  # type: ignore[no-untyped-call]
-            ready[0].record(torch.cuda.current_stream(self.cache.device))
-        tasks = {job.request_id: _Task(job, ready, _num_rows(job)) for job in jobs}
+        now: tuple[Any, ...] = ()
+        if self.cache.is_cuda and any(job.ready is None for job in jobs):
+            now = (torch.cuda.Event(),)  # type: ignore[no-untyped-call]
+            now[0].record(torch.cuda.current_stream(self.cache.device))
+        tasks = {
+            job.request_id: _Task(job, now if job.ready is None else (job.ready,), _num_rows(job))
+            for job in jobs
+        }
         with self._changed:
             if self._closed:
                 raise RuntimeError("the producer is closed")

@@ -96,8 +96,9 @@ class ProducingConnector(KVConnectorBase):
             token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         handle = self.sink.handle(request.request_id)
         num_tokens = min(request.num_computed_tokens, len(token_ids))
+        ready = getattr(request, "states_ready", None)
         self._ended.append(
-            Job(request.request_id, token_ids, num_tokens, num_prompt_tokens, block_ids, selection)
+            Job(request.request_id, token_ids, num_tokens, num_prompt_tokens, block_ids, selection, ready)
         )
         return True, {self.handle_field: handle}
 

@@ -229,6 +229,12 @@ class EngineCore:
             if requests:
                 assert logits.rows is not None
                 tokens = DrawnTokens(sample(logits.rows, requests, self.generator))
+            if self.connector is not None and self.device.type == "cuda":
+                # Now: when a request is found to have ended, the next step has been launched already.
+                ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                ready.record(torch.cuda.current_stream(self.device))
+                for s in output.scheduled:
+                    s.request.states_ready = ready
         except (RuntimeError, ValueError, IndexError, MemoryError) as e:
             self._fail(output, e)
             return

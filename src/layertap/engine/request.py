@@ -67,6 +67,8 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     text: str = ""
     text_offset: int = 0
+    states_ready: torch.cuda.Event | None = None
+    """On a GPU, recorded behind the last launched step that computes some of its states."""
     model_state: Any = None
     """The model's own cache, when it runs sequence by sequence."""
     on_output: Callable[[Request, bool], None] | None = None

@@ -44,6 +44,7 @@ _EXTRA = "kv_transfer_config.kv_connector_extra_config"
 class StepNotes(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler tells the worker in one step."""
 
+    step: int = 0
     begun: list[str] = field(default_factory=list)
     """Paths of requests that have their first step: to be locked."""
     saves: list[Save] = field(default_factory=list)
@@ -103,6 +104,8 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._plan = CachePlan.read(vllm_config, kv_cache_config, requested)
         self._entries: dict[str, _Entry] = {}
         self._notes = StepNotes()
+        self._last_step: dict[str, int] = {}
+        """The last step that computes something of a request."""
         self._writer: CacheWriter | None = None
         self._taken: StepNotes | None = None
 
@@ -144,7 +147,9 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for new in scheduler_output.scheduled_new_reqs:
             if new.req_id in self._entries:
                 self._notes.begun.append(self._entries[new.req_id].path)
-        notes, self._notes = self._notes, StepNotes()
+        notes, self._notes = self._notes, StepNotes(self._notes.step + 1)
+        for request_id in scheduler_output.num_scheduled_tokens:
+            self._last_step[request_id] = notes.step
         return notes
 
     def request_finished_all_groups(
@@ -152,6 +157,7 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Queue the request for the worker. Its blocks stay allocated until the worker has copied them."""
         entry = self._entries.pop(request.request_id, None)
+        last_step = self._last_step.pop(request.request_id, self._notes.step)
         if entry is None:
             return False, None
         if request.status.name not in _COMPLETE or not request.output_token_ids:
@@ -165,7 +171,7 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             except InvalidInputError as error:
                 entry.refusal = str(error)
             else:
-                self._notes.saves.append(Save(request.request_id, job, entry.path))
+                self._notes.saves.append(Save(request.request_id, job, entry.path, last_step))
                 return True, answer
         self._notes.failed[entry.path] = entry.refusal or ""
         return False, answer | {"error": entry.refusal}
@@ -213,6 +219,7 @@ class LayertapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if notes is self._taken or not isinstance(notes, StepNotes):
             return
         self._taken = notes
+        self._writer.begin_step(notes.step)
         self._writer.begin(notes.begun)
         for path in notes.dropped:
             self._writer.drop(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from layertap.sinks.file import FileSink
 from layertap.vllm.plan import CachePlan
 from layertap.vllm.publication import Publication
 
+_REMEMBERED_STEPS = 16
 _PAUSE = 0.5  # seconds between looks at whether to end; news wakes the watcher at once
 
 
@@ -31,6 +32,8 @@ class Save:
     """vLLM's; the job's is the record's name."""
     job: Job
     path: str
+    last_step: int
+    """The last step that computes some of its states."""
 
 
 class CacheWriter:
@@ -59,10 +62,21 @@ class CacheWriter:
         )
         self._saves: dict[str, Save] = {}  # by the record's name
         self._copied: set[str] = set()
+        self._device = cache.device
+        self._begun: dict[int, Any] = {}
+        """On a GPU, for the latest steps an event behind all that was queued before the step began."""
         self._guard = threading.Lock()
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="layertap-publisher", daemon=True)
         self._watcher.start()
+
+    def begin_step(self, step: int) -> None:
+        """A step that is not launched yet, or only now: what was launched before it is in steps before."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._begun[step] = event
+            self._begun.pop(step - _REMEMBERED_STEPS, None)
 
     def begin(self, paths: Iterable[str]) -> None:
         """Requests that have their first step."""
@@ -90,7 +104,11 @@ class CacheWriter:
             else:
                 taken.append(save)
         if taken:
-            self.producer.submit(*(save.job for save in taken))
+            # vLLM may have launched another step before it saw that a request has ended: a copy that waited
+            # for all that is queued now would wait for that one.
+            self.producer.submit(
+                *(replace(save.job, ready=self._begun.get(save.last_step + 1)) for save in taken)
+            )
 
     def refuse(self, path: str, reason: str) -> None:
         """A request whose wish cannot be met."""
