@@ -1,5 +1,7 @@
 """The producer over a cache on a GPU equals the producer over the same cache on the CPU."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -56,6 +58,22 @@ def test_rows_written_by_work_that_is_still_queued_are_waited_for():
     cache[:10] = 5.0
     record = deliver(cache, [make_job("r", 40, range(10))])["r"]
     assert torch.equal(record.hidden_states, expected)
+
+
+def test_a_job_with_an_event_does_not_wait_for_what_was_queued_after_it():
+    cache = paged_cache(dtype=torch.float32, hidden_size=256).cuda()
+    weights = torch.randn(8192, 8192, device="cuda")
+    torch.mm(weights, weights)
+    ready, busy_until = torch.cuda.Event(), torch.cuda.Event()
+    ready.record()
+    for _ in range(200):  # some seconds
+        torch.mm(weights, weights)
+    busy_until.record()
+    job = dataclasses.replace(make_job("r", 40, range(10)), ready=ready)
+    record = deliver(cache, [job])["r"]
+    assert not busy_until.query()
+    assert torch.equal(record.hidden_states, cache[:10].cpu().flatten(0, 1))
+    torch.cuda.synchronize()
 
 
 def test_faults_are_found_on_the_gpu_as_on_the_cpu():

@@ -138,8 +138,8 @@ class MemoryWriter(RecordWriter):
 def ask_for_large_pages(tensor: torch.Tensor) -> None:
     """Have the system back a new tensor's memory with large pages, where it knows them.
 
-    Clearing and mapping pages of 4 KiB takes longer than copying into them: 600 MiB are filled at 3.2 instead of
-    1.4 GB/s by one thread (two cores of an Intel Xeon).
+    Clearing and mapping pages of 4 KiB takes longer than copying into them: 600 MiB are filled at 3.2 instead
+    of 1.4 GB/s by one thread (two cores of an Intel Xeon).
     """
     if tensor.nbytes < _WORTH_LARGE_PAGES or not sys.platform.startswith("linux"):
         return
