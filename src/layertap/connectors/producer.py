@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from layertap.connectors.failures import aborted, explain
-from layertap.connectors.gather import Chunk, CpuGather, CudaGather, Gather
+from layertap.connectors.gather import Chunk, CpuGather, CudaGather, Gather, PagedRows
 from layertap.connectors.job import Completion, Job
 from layertap.connectors.staging import StagingRing
 from layertap.connectors.transfer import Cancelled, Transfer, acquire, all_sound, row_bytes
@@ -90,6 +90,10 @@ class Producer:
         row_bytes = cache.shape[2] * cache.shape[3] * 4
         chunk_bytes = max(chunk_bytes, row_bytes)
         self.ring = StagingRing(max(1, ring_bytes // chunk_bytes), chunk_bytes, cache.is_cuda)
+        if cache.is_cuda:
+            # The kernel is compiled here, and not by several writers at once.
+            first = torch.zeros(1, dtype=torch.int64, device=cache.device)
+            PagedRows(cache).pick(first, range(cache.shape[2]))
         self.bytes_written = 0
         self.tokens_written = 0
         self.gather_seconds = 0.0
