@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torch import nn
 from layertap.config import EngineConfig
 from layertap.engine.attention import AttentionLayer
 from layertap.engine.loader import first_line
+from layertap.engine.start_phases import StartPhases
 from layertap.engine.step_graph import recording
 
 if TYPE_CHECKING:
@@ -69,13 +69,12 @@ def wants_compiled(config: EngineConfig, device: torch.device) -> bool:
     return config.enforce_eager is False or (config.enforce_eager is None and device.type == "cuda")
 
 
-def compile_runner(runner: ModelRunner, config: EngineConfig) -> bool:
+def compile_runner(runner: ModelRunner, config: EngineConfig, phases: StartPhases) -> bool:
     """Compile the decoder layers where that is wanted and works, and run them once; whether it was done."""
     layers = runner.verifier.layers
     wanted = wants_compiled(config, runner.device)
     if not wanted or not runner.verifier.packed or not compile_layers(layers):
         return False
-    started = time.monotonic()
     budget = config.max_num_batched_tokens
     assert budget is not None
     runner.least_tokens = 2
@@ -86,9 +85,10 @@ def compile_runner(runner: ModelRunner, config: EngineConfig) -> bool:
         uncompile_layers(layers)
         runner.least_tokens = 1
         return False
-    logger.info("compiled the decoder layers in %.1f s", time.monotonic() - started)
+    phases.end("compilation")
     if runner.device.type == "cuda":
         _record(runner, budget)
+        phases.end("recording")
     return True
 
 

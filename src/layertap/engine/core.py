@@ -28,6 +28,7 @@ from layertap.engine.request import Request, RequestStatus
 from layertap.engine.runner import ModelRunner, StepLogits
 from layertap.engine.sampler import DrawnTokens, sample
 from layertap.engine.scheduler import Scheduler, SchedulerOutput
+from layertap.engine.start_phases import StartPhases
 from layertap.engine.verifier import Verifier, load_verifier, pick_device
 from layertap.errors import ExtractionError, InvalidInputError
 from layertap.layers import ServedLayers, parse_layers
@@ -58,7 +59,9 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, kv_transfer_config: KVTransferConfig | None) -> None:
         self.config = config
+        self.start_phases = StartPhases()
         self.device = pick_device(config)
+        self.start_phases.end("device")
         if self.device.type == "cpu":
             keep_freed_memory()
         source = loader.prepare_source(config.model)
@@ -69,11 +72,13 @@ class EngineCore:
         self.served = (
             ServedLayers(parse_layers(config.layers, total), total) if config.layers is not None else None
         )
+        self.start_phases.end("configuration")
         self.tokenizer = loader.load_tokenizer(config, source)
+        self.start_phases.end("tokenizer")
         keep = max(1, self.served.highest) if self.served is not None and config.extract_only else total
-        begun = time.monotonic()
-        self.verifier: Verifier = load_verifier(config, source, hf_config, keep, self.device)
-        logger.info("loaded and checked the model in %.1f s", time.monotonic() - begun)
+        self.verifier: Verifier = load_verifier(
+            config, source, hf_config, keep, self.device, self.start_phases
+        )
         self.eos_token_ids = _eos_token_ids(self.verifier.model, self.tokenizer)
         budget = config.max_num_batched_tokens or (
             _CUDA_STEP_TOKENS if self.device.type == "cuda" else _CPU_STEP_TOKENS
@@ -83,6 +88,7 @@ class EngineCore:
         if self.served is not None:
             hidden_bytes = len(self.served.columns) * self.verifier.hidden_size * self.verifier.dtype.itemsize
         activation = self._activation_bytes(budget)
+        self.start_phases.end("memory")
         num_blocks = num_blocks_for(
             config, self.verifier, hidden_bytes, cache_bytes(config, self.device, activation)
         )
@@ -99,7 +105,8 @@ class EngineCore:
         self.runner = ModelRunner(
             self.verifier, self.served, num_blocks, config.block_size, self.pool.enable_prefix_caching
         )
-        self.compiled = compile_runner(self.runner, config)
+        self.start_phases.end("caches")
+        self.compiled = compile_runner(self.runner, config, self.start_phases)
         self.connector: KVConnectorBase | None = None
         if self.served is not None:
             assert self.runner.draft is not None
@@ -136,6 +143,8 @@ class EngineCore:
         self._launched: deque[_Launched] = deque()
         self.num_steps = 0
         self.num_computed_tokens = 0
+        self.start_phases.end("connector")
+        logger.info("started in %s", self.start_phases)
 
     # --- admission -----------------------------------------------------------------------------------------
 

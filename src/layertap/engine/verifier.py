@@ -16,6 +16,7 @@ from layertap.engine.attention import IMPLEMENTATION, AttentionLayer, BatchLayou
 from layertap.engine.cpu_linear import release_linear_layers, suit_linear_layers
 from layertap.engine.merged_mlp import merge_gate_and_up
 from layertap.engine.plan import NotPacked, plan_attention, position_arguments, set_attention_implementation
+from layertap.engine.start_phases import StartPhases
 from layertap.errors import InvalidInputError
 
 logger = logging.getLogger("layertap")
@@ -195,7 +196,12 @@ def pick_device(config: EngineConfig) -> torch.device:
 
 
 def load_verifier(
-    config: EngineConfig, source: loader.ModelSource, hf_config: Any, keep_layers: int, device: torch.device
+    config: EngineConfig,
+    source: loader.ModelSource,
+    hf_config: Any,
+    keep_layers: int,
+    device: torch.device,
+    phases: StartPhases,
 ) -> Verifier:
     """Load the model and find out how it can be run.
 
@@ -210,6 +216,7 @@ def load_verifier(
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     short = config.extract_only and keep_layers < total
     _, layers = loader.decoder_layers(decoder, keep_layers if short else total)
+    phases.end("weights")
     if device.type == "cuda":
         merge_gate_and_up(layers)
     embeddings = model.get_input_embeddings()
@@ -244,6 +251,8 @@ def load_verifier(
             e,
             "" if verifier.incremental else " (each generated token computes its sequence again)",
         )
+    phases.end("plan and check")
     if device.type == "cpu":
         suit_linear_layers(layers, verifier.dtype)
+        phases.end("linear layers")
     return verifier

@@ -31,6 +31,8 @@ class Way:
     stats: Callable[[], dict[str, Any]] = dict
     """The engine's own counters."""
     close: Callable[[], None] = lambda: None
+    start_phases: dict[str, float] | None = None
+    """Seconds of each phase of the start, where the engine tells."""
 
 
 def engine_options(start: Start) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def embedded(start: Start) -> Way:
         paths = [str((o.kv_transfer_params or {})["hidden_states_path"]) for o in outputs]
         return until_complete(start, prompts, paths, begun)
 
-    return Way(run, llm.stats, llm.close)
+    return Way(run, llm.stats, llm.close, llm._core.start_phases.seconds)
 
 
 def until_complete(start: Start, prompts: list[list[int]], paths: list[str], begun: float) -> Measured:
@@ -123,7 +125,7 @@ def memory(start: Start) -> Way:
         seconds = time.monotonic() - begun
         return Measured(seconds, sum(map(len, prompts)), size, first)
 
-    return Way(run, llm.stats, llm.close)
+    return Way(run, llm.stats, llm.close, llm._core.start_phases.seconds)
 
 
 def transformers_batches(start: Start) -> Way:

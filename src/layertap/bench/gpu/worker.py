@@ -66,7 +66,7 @@ def main() -> None:
 
     begun = time.monotonic()
     way = load(Start.from_json(json.loads(sys.stdin.readline())))
-    say(start_seconds=time.monotonic() - begun, versions=_versions())
+    say(start_seconds=time.monotonic() - begun, start_phases=way.start_phases, versions=_versions())
     try:
         for line in sys.stdin:
             measured = way.run(Task.from_json(json.loads(line)))
