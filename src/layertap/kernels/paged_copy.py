@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from layertap.kernels.triton_support import on_device_of
+
 
 @triton.jit
 def _store_rows(
@@ -94,9 +96,10 @@ def store_rows(source_TH: torch.Tensor, target: torch.Tensor, slots_T: torch.Ten
     assert target.stride(1) == 1
     tokens, width = source_TH.shape
     block = min(2048, triton.next_power_of_2(width))
-    _store_rows[(tokens,)](
-        source_TH, target, slots_T, source_TH.stride(0), target.stride(0), WIDTH=width, BLOCK=block
-    )
+    with on_device_of(target):
+        _store_rows[(tokens,)](
+            source_TH, target, slots_T, source_TH.stride(0), target.stride(0), WIDTH=width, BLOCK=block
+        )
 
 
 def store_keys_values(
@@ -121,23 +124,24 @@ def store_keys_values(
         values_TKV = values_TKV.contiguous()
     tokens, heads, key_dim = keys_TKD.shape
     value_dim = values_TKV.shape[2]
-    _store_keys_values[(tokens,)](
-        keys_TKD,
-        values_TKV,
-        key_cache,
-        value_cache,
-        slots_T,
-        keys_TKD.stride(0),
-        keys_TKD.stride(1),
-        values_TKV.stride(0),
-        values_TKV.stride(1),
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        KEY_WIDTH=heads * key_dim,
-        VALUE_WIDTH=heads * value_dim,
-        KEY_BLOCK=triton.next_power_of_2(heads * key_dim),
-        VALUE_BLOCK=triton.next_power_of_2(heads * value_dim),
-    )
+    with on_device_of(key_cache):
+        _store_keys_values[(tokens,)](
+            keys_TKD,
+            values_TKV,
+            key_cache,
+            value_cache,
+            slots_T,
+            keys_TKD.stride(0),
+            keys_TKD.stride(1),
+            values_TKV.stride(0),
+            values_TKV.stride(1),
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_WIDTH=heads * key_dim,
+            VALUE_WIDTH=heads * value_dim,
+            KEY_BLOCK=triton.next_power_of_2(heads * key_dim),
+            VALUE_BLOCK=triton.next_power_of_2(heads * value_dim),
+        )
 
 
 def load_keys_values(
@@ -154,15 +158,16 @@ def load_keys_values(
     keys = key_cache.new_empty(count, *key_cache.shape[1:])
     values = value_cache.new_empty(count, *value_cache.shape[1:])
     key_width, value_width = key_cache[0].numel(), value_cache[0].numel()
-    _load_keys_values[(count,)](
-        key_cache,
-        value_cache,
-        slots_M,
-        keys,
-        values,
-        KEY_WIDTH=key_width,
-        VALUE_WIDTH=value_width,
-        KEY_BLOCK=triton.next_power_of_2(key_width),
-        VALUE_BLOCK=triton.next_power_of_2(value_width),
-    )
+    with on_device_of(key_cache):
+        _load_keys_values[(count,)](
+            key_cache,
+            value_cache,
+            slots_M,
+            keys,
+            values,
+            KEY_WIDTH=key_width,
+            VALUE_WIDTH=value_width,
+            KEY_BLOCK=triton.next_power_of_2(key_width),
+            VALUE_BLOCK=triton.next_power_of_2(value_width),
+        )
     return keys, values
