@@ -128,3 +128,29 @@ def test_rows_on_a_device_that_is_not_the_current_one() -> None:
     assert torch.equal(target[slots], source)
     rows, _ = PagedRows(target.view(1, 5, 1, 64)).pick(slots, (0,))
     assert torch.equal(rows[:, 0], source)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((2, 9), torch.bfloat16), ((3, 8), torch.bfloat16), ((2, 8), torch.float32)],
+    ids=["wide", "long", "dtype"],
+)
+def test_rows_that_do_not_fit_are_refused(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from layertap.kernels.paged_copy import store_keys_values, store_rows
+
+    cache = torch.zeros(4, 1, 8, dtype=torch.bfloat16, device=DEVICE)
+    slots, rows = torch.tensor([1, 0], device=DEVICE), torch.ones(shape, dtype=dtype, device=DEVICE)
+    with pytest.raises(ValueError, match="slots"):
+        store_rows(rows, cache[:, 0], slots)
+    with pytest.raises(ValueError, match="slots"):
+        store_keys_values(cache[:2], rows[:, None], cache, cache, slots)
+    assert not cache.any()
+
+
+def test_rows_of_any_strides_are_stored() -> None:
+    from layertap.kernels.paged_copy import store_rows
+
+    source, target = torch.randn(8, 2, device=DEVICE).T, torch.zeros(4, 8, device=DEVICE)
+    slots = torch.tensor([3, 1], device=DEVICE)
+    store_rows(source, target, slots)
+    assert torch.equal(target[slots], source)

@@ -88,11 +88,16 @@ def store_rows(source_TH: torch.Tensor, target: torch.Tensor, slots_T: torch.Ten
     """``target[slots] = source``.
 
     Args:
-        source_TH: [T, H], rows contiguous, on a GPU.
+        source_TH: [T, H], on a GPU.
         target: [slots, H], rows contiguous, any stride between them.
         slots_T: [T] int64, each slot once.
+
+    Raises:
+        ValueError: the rows are not what the cache holds.
     """
-    assert source_TH.stride(1) == 1
+    _check(source_TH, target, slots_T)
+    if source_TH.stride(1) != 1:
+        source_TH = source_TH.contiguous()
     assert target.stride(1) == 1
     tokens, width = source_TH.shape
     block = min(2048, triton.next_power_of_2(width))
@@ -117,7 +122,12 @@ def store_keys_values(
         key_cache: [slots, K, D], contiguous.
         value_cache: [slots, K, V], contiguous.
         slots_T: [T] int64, each slot once.
+
+    Raises:
+        ValueError: keys or values are not what the caches hold.
     """
+    _check(keys_TKD, key_cache, slots_T)
+    _check(values_TKV, value_cache, slots_T)
     if keys_TKD.stride(2) != 1:
         keys_TKD = keys_TKD.contiguous()
     if values_TKV.stride(2) != 1:
@@ -171,3 +181,10 @@ def load_keys_values(
             VALUE_BLOCK=triton.next_power_of_2(value_width),
         )
     return keys, values
+
+
+def _check(rows: torch.Tensor, cache: torch.Tensor, slots_T: torch.Tensor) -> None:
+    """A kernel would write beyond a row, read beyond the last one, or round in silence."""
+    fits = (len(slots_T), *cache.shape[1:])
+    if rows.shape != fits or rows.dtype != cache.dtype:
+        raise ValueError(f"{rows.dtype} {tuple(rows.shape)} for slots of {cache.dtype} {fits}")
