@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +14,8 @@ import transformers
 from torch import nn
 
 import tiny_models
+from layertap import LLM
+from layertap.engine import verifier
 from layertap.engine.merged_mlp import merge_gate_and_up
 
 
@@ -113,3 +119,24 @@ def test_where_memory_is_short_the_model_stays_as_it_is(monkeypatch: pytest.Monk
     mlp = Gated()
     assert merge_gate_and_up(nn.ModuleList([mlp])) == 0
     assert not hasattr(mlp, "gate_up_weight")
+
+
+def test_a_closed_engine_lets_go_of_merged_weights_at_once(
+    make_llm: Callable[..., LLM], tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_attention = verifier.plan_attention
+
+    def merge_and_plan(decoder: Any, *rest: Any) -> Any:  # elsewhere done on a GPU only
+        assert merge_gate_and_up(decoder.layers) > 0
+        return plan_attention(decoder, *rest)
+
+    monkeypatch.setattr(verifier, "plan_attention", merge_and_plan)
+    llm = make_llm(tiny("llama"), layers=[1])
+    list(llm.extract([[1, 2, 3]]))
+    gone = weakref.ref(llm._core.verifier.layers[0].mlp)
+    gc.disable()
+    try:
+        llm.close()
+        assert gone() is None
+    finally:
+        gc.enable()
