@@ -154,3 +154,17 @@ def test_rows_of_any_strides_are_stored() -> None:
     slots = torch.tensor([3, 1], device=DEVICE)
     store_rows(source, target, slots)
     assert torch.equal(target[slots], source)
+
+
+def test_heads_that_lie_far_apart() -> None:
+    """As in a step of 100,000 tokens with 128 heads of 192: an offset may need more than 32 bits."""
+    from layertap.kernels.paged_copy import store_keys_values
+
+    far = 1 << 30
+    keys = torch.empty(2 * far + 64, dtype=torch.bfloat16, device=DEVICE).as_strided((2, 3, 8), (8, far, 1))
+    keys.copy_(torch.randn(2, 3, 8))
+    cache, values = (torch.zeros(4, 3, 8, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    slots = torch.tensor([3, 1], device=DEVICE)
+    store_keys_values(keys, keys, cache, values, slots)
+    assert torch.equal(cache[slots], keys)
+    assert torch.equal(values[slots], keys)

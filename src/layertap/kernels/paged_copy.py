@@ -55,10 +55,12 @@ def _store_keys_values(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     i = tl.arange(0, KEY_BLOCK)
-    row = keys + token * key_token_stride + (i // KEY_DIM) * key_head_stride + i % KEY_DIM
+    head = (i // KEY_DIM).to(tl.int64)  # heads may lie far apart
+    row = keys + token * key_token_stride + head * key_head_stride + i % KEY_DIM
     tl.store(key_cache + slot * KEY_WIDTH + i, tl.load(row, mask=i < KEY_WIDTH), mask=i < KEY_WIDTH)
     j = tl.arange(0, VALUE_BLOCK)
-    row = values + token * value_token_stride + (j // VALUE_DIM) * value_head_stride + j % VALUE_DIM
+    head = (j // VALUE_DIM).to(tl.int64)
+    row = values + token * value_token_stride + head * value_head_stride + j % VALUE_DIM
     tl.store(value_cache + slot * VALUE_WIDTH + j, tl.load(row, mask=j < VALUE_WIDTH), mask=j < VALUE_WIDTH)
 
 
