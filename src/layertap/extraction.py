@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +72,10 @@ class Extraction:
     def run(self, use_tqdm: bool) -> Iterator[HiddenStates]:
         """Yield each prompt's states in order; with ``on_error="return"`` an
         :class:`~layertap.errors.ExtractionError` in the place of one that failed."""
-        with standing_heap(), Progress(None, shown=use_tqdm) as progress:
+        with standing_heap() as note, Progress(None, shown=use_tqdm) as progress:
             try:
                 while True:
-                    self._fill()
+                    self._fill(note)
                     if not self._pending:
                         return
                     outcome, tokens, num_bytes = self._next()
@@ -92,14 +92,15 @@ class Extraction:
             finally:
                 self._end()
 
-    def _fill(self) -> None:
-        """Submit prompts until the buffer is spoken for."""
+    def _fill(self, note: Callable[[int], None]) -> None:
+        """Submit prompts until the buffer is spoken for. ``note`` is told how many there have been."""
         while not self._exhausted and (self._buffered < self._buffer_bytes or not self._pending):
             following = next(self._prompts, None)
             if following is None:
                 self._exhausted = True
                 return
             index, prompt = following
+            note(index + 1)
             name = next(self._names) if self._names is not None else self._llm._next_id()
             pending = _Pending(index)
             try:

@@ -11,7 +11,7 @@ import logging
 import queue
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -159,7 +159,8 @@ class LLM:
             )
         if on_error not in ("raise", "return"):
             raise InvalidInputError("on_error", on_error, "'raise' or 'return'")
-        with standing_heap():
+        with standing_heap() as note:
+            note(len(items))
             finished = self._generate(items, params, request_ids, use_tqdm)
         failed = [o for o in finished if o.error is not None]
         if failed and on_error == "raise":
@@ -220,11 +221,11 @@ class LLM:
             The request id with its output (whose ``error`` is set if its states could not be stored), or with
             the error of a prompt that was refused.
         """
-        with standing_heap():
-            yield from self._generate_as_completed(requests, sampling_params or SamplingParams())
+        with standing_heap() as note:
+            yield from self._generate_as_completed(requests, sampling_params or SamplingParams(), note)
 
     def _generate_as_completed(
-        self, requests: Iterable[tuple[str, Any]], params: SamplingParams
+        self, requests: Iterable[tuple[str, Any]], params: SamplingParams, note: Callable[[int], None]
     ) -> Iterator[tuple[str, RequestOutput | InvalidInputError]]:
         done: Done = queue.SimpleQueue()
         running: dict[int, OutputCollector] = {}
@@ -242,6 +243,7 @@ class LLM:
                         exhausted = True
                         break
                     index, (name, prompt) = item
+                    note(index + 1)
                     try:
                         tokenized = self.prompt_tokenizer(prompt, "prompt")
                         collector = self._collector(name, tokenized, params, index, done)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest.mock import MagicMock
+
+import numpy as np
 import pytest
 import torch
 
-from layertap.connectors.gather import PagedRows
+from layertap.connectors import gather
+from layertap.connectors.gather import CudaGather, PagedRows
 
 
 def cache_of(layout: str) -> torch.Tensor:
@@ -38,3 +43,20 @@ def test_columns_change_between_calls() -> None:
     slots = torch.tensor([1, 2])
     assert torch.equal(rows.pick(slots, (1,))[0], rows.pick(slots, (0, 1))[0][:, 1:])
     assert torch.equal(rows.pick(slots, (2, 0))[0][:, 0], rows.pick(slots, (0, 1, 2))[0][:, 2])
+
+
+def test_where_pinned_memory_is_short_nothing_is_on_its_way_to_the_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no page-locked memory")
+
+    monkeypatch.setattr(torch.cuda, "Stream", MagicMock())
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(gather, "_to_pinned", no_memory)
+    buffer = torch.zeros(3 * 8 * 4, dtype=torch.uint8)
+    with pytest.raises(torch.OutOfMemoryError):
+        CudaGather(cache_of("plain")).start(np.array([5]), (0, 1, 2), torch.float32, buffer, ())
+    assert not buffer.any()

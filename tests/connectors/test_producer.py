@@ -580,3 +580,26 @@ def test_small_jobs_are_shared_among_the_writers(tmp_path):
     _, completed = drain(producer, 16)
     producer.close()
     assert all(done.error is None for done in completed.values())
+
+
+def test_a_small_jobs_record_is_told_of_while_the_next_one_is_still_being_written():
+    gate = threading.Event()
+    sink = MemorySink()
+    open_writer = sink.open
+
+    def open_late(spec):
+        if spec.request_id == "c":
+            assert gate.wait(30)
+        return open_writer(spec)
+
+    sink.open = open_late
+    producer = make_producer(paged_cache(), sink, num_writers=1)
+    producer.submit(*(make_job(name, 2, [i]) for i, name in enumerate("abc")))
+    told = set()
+    deadline = time.monotonic() + 5
+    while told != {"a", "b"} and time.monotonic() < deadline:
+        told |= {news.request_id for news in producer.poll(0.05) if news.kind == "completed"}
+    gate.set()
+    assert told == {"a", "b"}
+    producer.close()
+    assert [news.request_id for news in producer.poll()] == ["c"]

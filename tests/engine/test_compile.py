@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from test_conformance import prompts_for
 
 import reference
 from layertap import LLM, SamplingParams
+from layertap.engine.compile import _record
 
 
 @pytest.mark.slow
@@ -29,3 +31,12 @@ def test_compiled_layers_equal_plain_ones(make_llm: Callable[..., LLM], tiny: Ca
     (expected,), (got,) = plain.generate(prompts[0], params), llm.generate(prompts[0], params)
     assert got.outputs[0].token_ids == expected.outputs[0].token_ids
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+def test_what_cannot_be_recorded_is_launched(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An attention outside a compiled layer (where it was compiled too often, say) finds no layout."""
+    _record(Mock(record=Mock(side_effect=error)), 64)
+    assert "cannot be recorded" in caplog.text

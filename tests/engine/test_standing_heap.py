@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from layertap.engine.standing_heap import standing_heap
+from layertap.engine.standing_heap import MANY, standing_heap
 
 
 class Node:
@@ -26,7 +26,8 @@ def unfrozen() -> Iterator[None]:
 def test_what_became_garbage_meanwhile_is_collected_afterwards() -> None:
     node = Node()
     gone = weakref.ref(node)
-    with standing_heap():
+    with standing_heap() as note:
+        note(MANY)
         del node
         gc.collect()
         assert gone() is not None
@@ -35,7 +36,8 @@ def test_what_became_garbage_meanwhile_is_collected_afterwards() -> None:
 
 
 def test_what_is_made_inside_is_collected_inside() -> None:
-    with standing_heap():
+    with standing_heap() as note:
+        note(MANY)
         gone = weakref.ref(Node())
         gc.collect()
         assert gone() is None
@@ -43,8 +45,9 @@ def test_what_is_made_inside_is_collected_inside() -> None:
 
 def test_the_heap_stays_frozen_until_the_last_call_has_left() -> None:
     first, second = standing_heap(), standing_heap()
-    first.__enter__()
-    second.__enter__()
+    for note in (first.__enter__(), second.__enter__()):
+        note(MANY)
+        note(MANY + 1)
     first.__exit__(None, None, None)
     assert gc.get_freeze_count() > 0
     second.__exit__(None, None, None)
@@ -52,13 +55,44 @@ def test_the_heap_stays_frozen_until_the_last_call_has_left() -> None:
 
 
 def test_a_failure_leaves_too() -> None:
-    with pytest.raises(KeyError), standing_heap():
-        raise KeyError
+    def fail() -> None:
+        with standing_heap() as note:
+            note(MANY)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert gc.get_freeze_count() == 0
 
 
 def test_a_heap_that_the_process_has_frozen_itself_stays_frozen() -> None:
     gc.freeze()
-    with standing_heap():
+    with standing_heap() as note:
+        note(MANY)
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() > 0
+
+
+def dead_nodes() -> int:
+    return sum(type(o) is Node for o in gc.get_objects())
+
+
+@pytest.mark.parametrize("num_prompts", [8, MANY])
+def test_a_program_of_many_calls_does_not_keep_its_garbage(
+    num_prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layertap.engine.standing_heap._SECONDS", 0.0)
+    gc.collect()
+    for _ in range(300):
+        for _ in range(100):
+            Node()  # as a training step leaves them
+        with standing_heap() as note:
+            note(num_prompts)
+    assert dead_nodes() < 3000
+
+
+def test_a_short_call_that_is_never_ended_freezes_nothing() -> None:
+    with standing_heap() as note:
+        for count in range(MANY):
+            note(count)
+        assert gc.get_freeze_count() == 0

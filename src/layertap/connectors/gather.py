@@ -304,11 +304,13 @@ class CudaGather(Gather):
                 scales = _to_pinned(scales)
             else:
                 rows = rows.to(dtype)
-            hidden = view_of(buffer, len(slots), len(columns), self.hidden_size, dtype)
-            hidden.copy_(rows, non_blocking=True)
             bits = _to_pinned(bits)
             # Blocking: a writer that waits leaves its core alone.
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            # Last, when nothing can be short of memory any more: after a failure nobody waits for this copy,
+            # and the buffer goes to another job.
+            hidden = view_of(buffer, len(slots), len(columns), self.hidden_size, dtype)
+            hidden.copy_(rows, non_blocking=True)
             done.record(self._stream)
             return hidden, scales, bits, rows, done
 

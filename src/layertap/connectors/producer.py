@@ -33,8 +33,8 @@ DEFAULT_RING_BYTES = 256 << 20
 _MOST_TOGETHER = 32  # small jobs of one gather: they wait for one another's writes
 _TINY_BYTES = 1 << 20  # so little is gathered together whatever the number of jobs, where nothing is written
 _ONE_THREAD = 32768  # torch copies tensors of up to this many elements on the calling thread
-# A job of many is told of no later than this after its record is published. Each telling wakes the engine's
-# thread, which then takes the GIL away from the writers.
+# Whoever waits for news of small jobs is woken no more often than this: the engine's thread then takes the
+# GIL away from the writers. Whoever looks finds a job as soon as its record is published.
 _NEWS_SECONDS = 0.005
 
 
@@ -282,7 +282,7 @@ class Producer:
             transfer.move(self.ring, task.ready, lambda: self._report_copied(task))
 
         if self._finish(task, transfer, move):
-            self._report_published([(task, transfer)])
+            self._report_published(task, transfer)
         self._note_gather(transfer.gather_seconds)
 
     def _deliver_together(self, tasks: Sequence[_Task], gather: Gather) -> None:
@@ -327,8 +327,7 @@ class Producer:
         self, moving: Sequence[tuple[_Task, Transfer]], parts: Sequence[Chunk], sound: bool, own: bool
     ) -> None:
         """Write jobs, one after the other. For ``sound`` and ``own`` see :meth:`Transfer.put`."""
-        published: list[tuple[_Task, Transfer]] = []
-        told = time.monotonic()
+        woken = time.monotonic()
         for (task, transfer), rows in zip(moving, parts, strict=True):
 
             def write(transfer: Transfer = transfer, rows: Chunk = rows) -> None:
@@ -336,11 +335,12 @@ class Producer:
                 transfer.put(rows, sound, own)
 
             if self._finish(task, transfer, write):
-                published.append((task, transfer))
-            if published and time.monotonic() - told > _NEWS_SECONDS:
-                self._report_published(published)
-                published, told = [], time.monotonic()
-        self._report_published(published)
+                now = time.monotonic()
+                wake = now - woken > _NEWS_SECONDS
+                self._report_published(task, transfer, wake)
+                woken = now if wake else woken
+        with self._changed:
+            self._changed.notify_all()
 
     def _finish(self, task: _Task, transfer: Transfer, move: Callable[[], None]) -> bool:
         """Have a job's rows written and publish its record, which is still to be reported then. A failure is
@@ -374,15 +374,14 @@ class Producer:
                 self._news.append(Completion("copied", task.job.request_id))
             self._changed.notify_all()
 
-    def _report_published(self, published: Sequence[tuple[_Task, Transfer]]) -> None:
+    def _report_published(self, task: _Task, transfer: Transfer, wake: bool = True) -> None:
         with self._changed:
-            for task, transfer in published:
-                self.bytes_written += transfer.num_bytes
-                self.tokens_written += transfer.num_rows
-                self.write_seconds += transfer.write_seconds
-                self._report_end(task)
+            self.bytes_written += transfer.num_bytes
+            self.tokens_written += transfer.num_rows
+            self.write_seconds += transfer.write_seconds
+            self._report_end(task, wake=wake)
 
-    def _report_end(self, task: _Task, error: ExtractionError | None = None) -> None:
+    def _report_end(self, task: _Task, error: ExtractionError | None = None, wake: bool = True) -> None:
         """Under the lock."""
         request_id = task.job.request_id
         if not task.copied:
@@ -390,7 +389,8 @@ class Producer:
         self._news.append(Completion("completed", request_id, task.handle, error))
         self._finished["failed" if error else "completed"] += 1
         del self._tasks[request_id]
-        self._changed.notify_all()
+        if wake:
+            self._changed.notify_all()
 
 
 def _split(chunk: Chunk, sizes: Sequence[int], own: bool) -> list[Chunk]:

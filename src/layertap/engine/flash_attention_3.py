@@ -20,7 +20,7 @@ _TOLERANCE = 2e-2
 
 def supports(q_TQD: torch.Tensor, window: int | None) -> bool:
     """Whether the kernel is there and does this."""
-    return q_TQD.dtype == torch.bfloat16 and window is None and _operator(q_TQD.device) is not None
+    return q_TQD.dtype == torch.bfloat16 and window is None and _operator_for(q_TQD) is not None
 
 
 def attention(
@@ -35,7 +35,7 @@ def attention(
     out_TQD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention as :func:`layertap.engine.varlen.varlen_attention` does it. Returns [T, Q, D]."""
-    operator = _operator(q_TQD.device)
+    operator = _operator_for(q_TQD)
     assert operator is not None
     return _call(
         operator, q_TQD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, out_TQD
@@ -71,9 +71,14 @@ def _call(
     return result
 
 
+def _operator_for(q_TQD: torch.Tensor) -> Callable[..., Any] | None:
+    return _operator(q_TQD.device, q_TQD.shape[2])
+
+
 @functools.cache
-def _operator(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel, if it is installed and, asked here once, agrees with PyTorch's attention on this device."""
+def _operator(device: torch.device, head_dim: int) -> Callable[..., Any] | None:
+    """The kernel, if it is installed and, asked here once, agrees with PyTorch's attention on this device and
+    for this size of a head: builds may leave sizes out."""
     if torch.cuda.get_device_capability(device)[0] != 9:
         return None
     try:
@@ -85,25 +90,30 @@ def _operator(device: torch.device) -> Callable[..., Any] | None:
         return None
     operator: Callable[..., Any] = torch.ops.fa3_fwd.fwd
     try:
-        difference = _difference(operator, device)
+        difference = _difference(operator, device, head_dim)
     except RuntimeError as error:
-        logger.warning("fa3-fwd is not used: it failed: %s", error)
+        logger.warning("fa3-fwd is not used for heads of %d: it failed: %s", head_dim, error)
         return None
     if not difference < _TOLERANCE:
-        logger.warning("fa3-fwd is not used: its result differs by %.1e from PyTorch's", difference)
+        logger.warning(
+            "fa3-fwd is not used for heads of %d: its result differs by %.1e from PyTorch's",
+            head_dim,
+            difference,
+        )
         return None
     return operator
 
 
-def _difference(operator: Callable[..., Any], device: torch.device) -> float:
+def _difference(operator: Callable[..., Any], device: torch.device, head_dim: int) -> float:
     """Relative difference from PyTorch's own kernel on two short sequences with shared key heads."""
     from layertap.engine.varlen import built_in_attention
 
     generator = torch.Generator(device=device).manual_seed(0)
     q, k, v = (
-        torch.randn(40, heads, 64, device=device, generator=generator).bfloat16() for heads in (4, 2, 2)
+        torch.randn(40, heads, head_dim, device=device, generator=generator).bfloat16() for heads in (4, 2, 2)
     )
     starts = torch.tensor([0, 7, 40], dtype=torch.int32, device=device)
-    ours = _call(operator, q, k, v, starts, starts, 33, 33, 0.125)
-    theirs = built_in_attention(q, k, v, starts, starts, 33, 33, 0.125, None)
+    scale = head_dim**-0.5
+    ours = _call(operator, q, k, v, starts, starts, 33, 33, scale)
+    theirs = built_in_attention(q, k, v, starts, starts, 33, 33, scale, None)
     return float((ours - theirs).float().norm() / theirs.float().norm())

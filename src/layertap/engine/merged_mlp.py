@@ -15,6 +15,7 @@ from torch import nn
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 _ROWS = 5
+_SCALES = (1.0, 64.0, 4096.0)  # of what an MLP is tried with: some limit large numbers, and only those
 
 
 def merge_gate_and_up(layers: nn.ModuleList) -> int:
@@ -31,6 +32,8 @@ def _may_be_gated(mlp: Any) -> bool:
         return False
     if getattr(gate, "bias", None) is not None or getattr(up, "bias", None) is not None:
         return False
+    if type(gate.weight) is not nn.Parameter or type(up.weight) is not nn.Parameter:
+        return False  # quantised: a tensor of another kind
     if not callable(getattr(mlp, "down_proj", None)) or not callable(getattr(mlp, "act_fn", None)):
         return False
     return gate.weight.shape == up.weight.shape and gate.weight.dtype == up.weight.dtype
@@ -48,16 +51,21 @@ def _merge(mlp: nn.Module) -> bool:
     up: Any = mlp.up_proj
     weight = gate.weight
     generator = torch.Generator(device=weight.device).manual_seed(0)
-    x = torch.randn(1, _ROWS, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
+    x = torch.randn(1, _ROWS, weight.shape[1], device=weight.device, generator=generator)
     try:
-        expected = mlp(x)
+        if not all(_is_gated(mlp, (x * scale).to(weight.dtype)) for scale in _SCALES):
+            return False
+        hidden = x.to(weight.dtype)
+        expected = mlp(hidden)
     except Exception:  # noqa: BLE001 - it takes more than hidden states: another kind
         return False
     with torch.inference_mode(False):
-        merged = nn.Parameter(torch.cat([gate.weight.detach(), up.weight.detach()]), requires_grad=False)
+        try:
+            merged = nn.Parameter(torch.cat([weight.detach(), up.weight.detach()]), requires_grad=False)
+        except torch.OutOfMemoryError:
+            return False  # there is room for the model, but not for a part of it twice
         mlp.gate_up_weight = merged
-        got = _forward(mlp, x)
-        if not _close(got, expected):
+        if not _close(_forward(mlp, hidden), expected):
             del mlp.gate_up_weight
             return False
         size = weight.shape[0]
@@ -67,8 +75,16 @@ def _merge(mlp: nn.Module) -> bool:
     return True
 
 
-def _close(got: Any, expected: Any) -> bool:
-    if not isinstance(expected, torch.Tensor) or got.shape != expected.shape:
+def _is_gated(mlp: Any, x: torch.Tensor) -> bool:
+    """Whether an MLP gives what the formula gives, bit for bit: the products are the same here. A limit or
+    another precision in between is told apart by that."""
+    got = mlp(x)
+    expected = mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+    if not isinstance(got, torch.Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
         return False
+    return bool(torch.isclose(got, expected, rtol=0, atol=0, equal_nan=True).all())
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
     difference = (got - expected).float().norm() / expected.float().norm().clamp(min=1e-30)
     return bool(difference <= _TOLERANCE.get(expected.dtype, 1e-2))

@@ -66,6 +66,8 @@ class Verifier:
     def close(self) -> None:
         """Drop the weights and the KV cache."""
         release_linear_layers(self.layers)
+        for part in self.layers.modules():
+            part.__dict__.pop("forward", None)  # merged or compiled: it refers to its module, a cycle
         self.model = None
         self.decoder = nn.Module()
         self.layers = nn.ModuleList()

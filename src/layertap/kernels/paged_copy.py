@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from layertap.kernels.triton_support import on_device_of
+
 
 @triton.jit
 def _store_rows(
@@ -53,10 +55,12 @@ def _store_keys_values(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     i = tl.arange(0, KEY_BLOCK)
-    row = keys + token * key_token_stride + (i // KEY_DIM) * key_head_stride + i % KEY_DIM
+    head = (i // KEY_DIM).to(tl.int64)  # heads may lie far apart
+    row = keys + token * key_token_stride + head * key_head_stride + i % KEY_DIM
     tl.store(key_cache + slot * KEY_WIDTH + i, tl.load(row, mask=i < KEY_WIDTH), mask=i < KEY_WIDTH)
     j = tl.arange(0, VALUE_BLOCK)
-    row = values + token * value_token_stride + (j // VALUE_DIM) * value_head_stride + j % VALUE_DIM
+    head = (j // VALUE_DIM).to(tl.int64)
+    row = values + token * value_token_stride + head * value_head_stride + j % VALUE_DIM
     tl.store(value_cache + slot * VALUE_WIDTH + j, tl.load(row, mask=j < VALUE_WIDTH), mask=j < VALUE_WIDTH)
 
 
@@ -86,17 +90,23 @@ def store_rows(source_TH: torch.Tensor, target: torch.Tensor, slots_T: torch.Ten
     """``target[slots] = source``.
 
     Args:
-        source_TH: [T, H], rows contiguous, on a GPU.
+        source_TH: [T, H], on a GPU.
         target: [slots, H], rows contiguous, any stride between them.
         slots_T: [T] int64, each slot once.
+
+    Raises:
+        ValueError: the rows are not what the cache holds.
     """
-    assert source_TH.stride(1) == 1
+    _check(source_TH, target, slots_T)
+    if source_TH.stride(1) != 1:
+        source_TH = source_TH.contiguous()
     assert target.stride(1) == 1
     tokens, width = source_TH.shape
     block = min(2048, triton.next_power_of_2(width))
-    _store_rows[(tokens,)](
-        source_TH, target, slots_T, source_TH.stride(0), target.stride(0), WIDTH=width, BLOCK=block
-    )
+    with on_device_of(target):
+        _store_rows[(tokens,)](
+            source_TH, target, slots_T, source_TH.stride(0), target.stride(0), WIDTH=width, BLOCK=block
+        )
 
 
 def store_keys_values(
@@ -114,30 +124,36 @@ def store_keys_values(
         key_cache: [slots, K, D], contiguous.
         value_cache: [slots, K, V], contiguous.
         slots_T: [T] int64, each slot once.
+
+    Raises:
+        ValueError: keys or values are not what the caches hold.
     """
+    _check(keys_TKD, key_cache, slots_T)
+    _check(values_TKV, value_cache, slots_T)
     if keys_TKD.stride(2) != 1:
         keys_TKD = keys_TKD.contiguous()
     if values_TKV.stride(2) != 1:
         values_TKV = values_TKV.contiguous()
     tokens, heads, key_dim = keys_TKD.shape
     value_dim = values_TKV.shape[2]
-    _store_keys_values[(tokens,)](
-        keys_TKD,
-        values_TKV,
-        key_cache,
-        value_cache,
-        slots_T,
-        keys_TKD.stride(0),
-        keys_TKD.stride(1),
-        values_TKV.stride(0),
-        values_TKV.stride(1),
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        KEY_WIDTH=heads * key_dim,
-        VALUE_WIDTH=heads * value_dim,
-        KEY_BLOCK=triton.next_power_of_2(heads * key_dim),
-        VALUE_BLOCK=triton.next_power_of_2(heads * value_dim),
-    )
+    with on_device_of(key_cache):
+        _store_keys_values[(tokens,)](
+            keys_TKD,
+            values_TKV,
+            key_cache,
+            value_cache,
+            slots_T,
+            keys_TKD.stride(0),
+            keys_TKD.stride(1),
+            values_TKV.stride(0),
+            values_TKV.stride(1),
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_WIDTH=heads * key_dim,
+            VALUE_WIDTH=heads * value_dim,
+            KEY_BLOCK=triton.next_power_of_2(heads * key_dim),
+            VALUE_BLOCK=triton.next_power_of_2(heads * value_dim),
+        )
 
 
 def load_keys_values(
@@ -154,15 +170,23 @@ def load_keys_values(
     keys = key_cache.new_empty(count, *key_cache.shape[1:])
     values = value_cache.new_empty(count, *value_cache.shape[1:])
     key_width, value_width = key_cache[0].numel(), value_cache[0].numel()
-    _load_keys_values[(count,)](
-        key_cache,
-        value_cache,
-        slots_M,
-        keys,
-        values,
-        KEY_WIDTH=key_width,
-        VALUE_WIDTH=value_width,
-        KEY_BLOCK=triton.next_power_of_2(key_width),
-        VALUE_BLOCK=triton.next_power_of_2(value_width),
-    )
+    with on_device_of(key_cache):
+        _load_keys_values[(count,)](
+            key_cache,
+            value_cache,
+            slots_M,
+            keys,
+            values,
+            KEY_WIDTH=key_width,
+            VALUE_WIDTH=value_width,
+            KEY_BLOCK=triton.next_power_of_2(key_width),
+            VALUE_BLOCK=triton.next_power_of_2(value_width),
+        )
     return keys, values
+
+
+def _check(rows: torch.Tensor, cache: torch.Tensor, slots_T: torch.Tensor) -> None:
+    """A kernel would write beyond a row, read beyond the last one, or round in silence."""
+    fits = (len(slots_T), *cache.shape[1:])
+    if rows.shape != fits or rows.dtype != cache.dtype:
+        raise ValueError(f"{rows.dtype} {tuple(rows.shape)} for slots of {cache.dtype} {fits}")

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from layertap.kernels.triton_support import on_device_of
+
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -66,19 +68,20 @@ def gather_rows(
     n, layers, width = slots_n.shape[0], columns_L.shape[0], cache.shape[3]
     out = torch.empty(n, layers, width, dtype=bits.dtype, device=cache.device)
     magnitudes_nL = torch.empty(n, layers, dtype=torch.int32, device=cache.device)
-    _gather_rows[(n, layers)](
-        bits,
-        slots_n,
-        columns_L,
-        out,
-        magnitudes_nL,
-        bits.stride(0),
-        bits.stride(1),
-        bits.stride(2),
-        block_size,
-        layers,
-        WIDTH=width,
-        WITHOUT_SIGN=0x7FFF if bits.dtype == torch.int16 else 0x7FFFFFFF,
-        BLOCK=min(2048, triton.next_power_of_2(width)),
-    )
+    with on_device_of(cache):
+        _gather_rows[(n, layers)](
+            bits,
+            slots_n,
+            columns_L,
+            out,
+            magnitudes_nL,
+            bits.stride(0),
+            bits.stride(1),
+            bits.stride(2),
+            block_size,
+            layers,
+            WIDTH=width,
+            WITHOUT_SIGN=0x7FFF if bits.dtype == torch.int16 else 0x7FFFFFFF,
+            BLOCK=min(2048, triton.next_power_of_2(width)),
+        )
     return out.view(cache.dtype), magnitudes_nL

@@ -45,9 +45,7 @@ class FileSink(Sink):
         InvalidInputError: the folder cannot be made or written.
     """
 
-    def __init__(
-        self, storage_path: str | os.PathLike[str], fsync: bool = False, helpers: int = 0
-    ) -> None:
+    def __init__(self, storage_path: str | os.PathLike[str], fsync: bool = False, helpers: int = 0) -> None:
         self._helpers = ThreadPoolExecutor(helpers, "layertap-write") if helpers else None
         self.storage_path = Path(storage_path).absolute()
         self.fsync = fsync
