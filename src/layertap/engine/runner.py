@@ -13,7 +13,7 @@ import torch
 from layertap.engine.attention import BatchLayout
 from layertap.engine.draft import DraftModel
 from layertap.engine.scheduler import ScheduledRequest
-from layertap.engine.self_check import make_layout
+from layertap.engine.self_check import difference, make_layout
 from layertap.engine.step_graph import StepGraph
 from layertap.engine.taps import Taps
 from layertap.engine.verifier import Verifier
@@ -21,6 +21,8 @@ from layertap.layers import ServedLayers
 
 # Primes, that no other size of a model is likely to equal: a graph would take the two for one.
 _WARM_UP_TOKENS = (211, 97, 2)
+_REPLAY_TOLERANCE = 1e-2
+_COMPARED_TOKENS = 256
 _LARGEST_PRIMES = (65521, 32749, 16381, 8191, 4093, 2039, 1021, 509)
 
 
@@ -109,8 +111,9 @@ class ModelRunner:
             if with_logits and count not in first:
                 self._run_padding(count, logits=True)
 
-    def _run_padding(self, count: int, logits: bool) -> None:
-        """A step of ``count`` tokens that go to the padding block."""
+    def _run_padding(self, count: int, logits: bool, graph: StepGraph | None = None) -> None:
+        """A step of ``count`` tokens that go to the padding block; replayed with a ``graph``, whose tokens it
+        takes."""
         longest = min(count, self.verifier.max_model_len)
         lengths = [longest] * (count // longest) + [n for n in (count % longest,) if n]
         slots = torch.full((count,), self._padding_slot, device=self.device)
@@ -120,7 +123,12 @@ class ModelRunner:
         last = torch.tensor([count - 1], device=self.device) if logits else None
         self._slot_mapping = slots
         try:
-            self.verifier.forward_packed(ids, positions, layout, last)
+            if graph is None:
+                self.verifier.forward_packed(ids, positions, layout, last)
+            else:
+                graph.fill(ids.cpu().numpy(), positions.cpu().numpy(), slots.cpu().numpy())
+                with graph.replaying(layout):
+                    self.verifier.forward_packed(graph.ids_T, graph.positions_T, layout, last)
         finally:
             self._slot_mapping = None
 
@@ -129,15 +137,30 @@ class ModelRunner:
         """Record the step of this size; steps of about this size are replayed from now on.
 
         Raises:
-            RuntimeError: it cannot be recorded.
+            RuntimeError: it cannot be recorded, or a replay does not give what the step gives.
         """
-        self._run_padding(num_tokens, logits=False)  # whatever is set up at its first use is set up now
-        graph = StepGraph(self.verifier, num_tokens, self._padding_slot)
-        self._slot_mapping = graph.slots_T
+        outputs: list[torch.Tensor] = []
+        apart = max(1, num_tokens // _COMPARED_TOKENS)
+
+        def keep(module: Any, arguments: Any, output: Any) -> None:
+            outputs.append(output[0][0, ::apart].clone())
+
+        hook = self.verifier.decoder.register_forward_hook(keep)
         try:
-            graph.record()
+            # Whatever is set up at its first use is set up by this one.
+            self._run_padding(num_tokens, logits=False)
+            graph = StepGraph(self.verifier, num_tokens, self._padding_slot)
+            self._slot_mapping = graph.slots_T
+            try:
+                graph.record()
+            finally:
+                self._slot_mapping = None
+            self._run_padding(num_tokens, logits=False, graph=graph)
         finally:
-            self._slot_mapping = None
+            hook.remove()
+        d = difference(outputs[1], outputs[0])
+        if not d <= _REPLAY_TOLERANCE:
+            raise RuntimeError(f"a replayed step gives another result (relative difference {d:.1e})")
         self._graph = graph
 
     @property

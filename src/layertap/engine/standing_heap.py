@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 MANY = 1024
 """From so many prompts on a call is long."""
-_SECONDS = 10.0  # of long calls, at least, between two collections: they take tenths of a second
+_SECONDS = 60.0  # of long calls, at least, between two collections: they take tenths of a second
 
 _lock = threading.RLock()  # a generator may be finalised, and leave, wherever its thread then is
 _calls = 0

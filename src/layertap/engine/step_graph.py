@@ -160,11 +160,14 @@ class StepGraph:
                 graph.replay()
             return self._output
 
+        own = decoder.__dict__.get("forward")  # code from elsewhere may have put one there
         decoder.forward = forward
         try:
             yield
         finally:
             del decoder.forward
+            if own is not None:
+                decoder.forward = own
 
 
 class _Memory:
