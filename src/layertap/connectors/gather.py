@@ -254,8 +254,8 @@ class PagedRows:
         return rows, (signed & torch.iinfo(signed.dtype).max).amax(dim=2).int()
 
 
-def _floats_on_device(bits_nL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Float32 values of int32 magnitude bits of ``dtype``."""
+def floats_of_bits(bits_nL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float32 values of int32 magnitude bits of ``dtype``, on any device."""
     if dtype == torch.bfloat16:
         return (bits_nL << 16).view(torch.float32)
     if dtype == torch.float16:
@@ -297,7 +297,7 @@ class CudaGather(Gather):
             rows, bits = self._rows.pick(where, columns)
             scales = None
             if dtype == torch.float8_e4m3fn:
-                largest = _floats_on_device(bits, self.dtype).amax(dim=1)[:, None, None]
+                largest = floats_of_bits(bits, self.dtype).amax(dim=1)[:, None, None]
                 # By a tensor: a division by a scalar becomes a multiplication on a GPU and rounds otherwise.
                 scales = (largest / torch.full_like(largest, FP8_MAX)).clamp_(min=MIN_SCALE)
                 rows = rows.float().div_(scales).to(dtype)
@@ -317,8 +317,7 @@ class CudaGather(Gather):
     def finish(self, started: Any) -> Chunk:
         hidden, scales, bits, _, done = started
         done.synchronize()
-        magnitudes: Array = bits.numpy().astype(_SIGNED[self.dtype.itemsize])
-        return Chunk(hidden, scales, _floats(magnitudes, self.dtype))
+        return Chunk(hidden, scales, floats_of_bits(bits, self.dtype).numpy())
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -97,10 +97,11 @@ class AttentionLayer:
         """Store this step's keys and values, then attend. Returns [1, T, Q, V], in ``out_1TQV`` if it is
         given."""
         out = self._run(q_1QTD, k_1KTD, v_1KTV, out_1TQV)
-        if out_1TQV is not None and out is not out_1TQV:
+        if out_1TQV is None:
+            return out
+        if out.data_ptr() != out_1TQV.data_ptr():  # the kernel could not put it there
             out_1TQV.copy_(out)
-            return out_1TQV
-        return out
+        return out_1TQV
 
     def _run(
         self,
@@ -173,8 +174,6 @@ class AttentionLayer:
             layout.max_seqlen_q, layout.max_seqlen_k, self.scale, self.window,
             None if out_1TQV is None else out_1TQV[0],
         )  # fmt: skip
-        if out_1TQV is not None and out.data_ptr() == out_1TQV.data_ptr():
-            return out_1TQV
         return out.unsqueeze(0)
 
     def attend_each(

@@ -21,6 +21,7 @@ from layertap.layers import ServedLayers
 
 # Primes, that no other size of a model is likely to equal: a graph would take the two for one.
 _WARM_UP_TOKENS = (211, 97, 2)
+_Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _REPLAY_TOLERANCE = 1e-2
 _COMPARED_TOKENS = 256
 _LARGEST_PRIMES = (65521, 32749, 16381, 8191, 4093, 2039, 1021, 509)
@@ -40,7 +41,7 @@ class StepLogits:
 
 def _paged(
     block_ids: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int
-) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
+) -> tuple[_Int64s, _Int64s]:
     """Slots and positions of the first ``lengths[i]`` tokens of every sequence, in order: a few operations
     for all of them, not a few for each."""
     num_blocks = [-(-n // block_size) for n in lengths]
@@ -116,19 +117,33 @@ class ModelRunner:
         takes."""
         longest = min(count, self.verifier.max_model_len)
         lengths = [longest] * (count // longest) + [n for n in (count % longest,) if n]
-        slots = torch.full((count,), self._padding_slot, device=self.device)
-        layout = make_layout(list(torch.split(slots, lengths)), [0] * len(lengths), lengths)
-        positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
-        ids = torch.arange(count, device=self.device) % self.verifier.vocab_size
+        slots = np.full(count, self._padding_slot, dtype=np.int64)
+        parts = torch.split(self._to_device(slots), lengths)
+        layout = make_layout(list(parts), [0] * len(lengths), lengths)
+        positions = np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])
+        ids = np.arange(count, dtype=np.int64) % self.verifier.vocab_size
         last = torch.tensor([count - 1], device=self.device) if logits else None
-        self._slot_mapping = slots
+        self._forward(ids, positions, slots, layout, last, graph)
+
+    def _forward(
+        self, ids: _Int64s, positions: _Int64s, slots: _Int64s, layout: BatchLayout,
+        rows: torch.Tensor | None, graph: StepGraph | None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """The verifier's forward, launched or replayed.
+
+        Args:
+            slots: [T] those of ``layout.slot_mapping``.
+            rows: flat indices whose logits are wanted; None wants none.
+        """
+        self._slot_mapping = layout.slot_mapping if graph is None else graph.slots_T
         try:
             if graph is None:
-                self.verifier.forward_packed(ids, positions, layout, last)
-            else:
-                graph.fill(ids.cpu().numpy(), positions.cpu().numpy(), slots.cpu().numpy())
-                with graph.replaying(layout):
-                    self.verifier.forward_packed(graph.ids_T, graph.positions_T, layout, last)
+                return self.verifier.forward_packed(
+                    self._to_device(ids), self._to_device(positions), layout, rows
+                )
+            graph.fill(ids, positions, slots)
+            with graph.replaying(layout):
+                return self.verifier.forward_packed(graph.ids_T, graph.positions_T, layout, rows)
         finally:
             self._slot_mapping = None
 
@@ -176,15 +191,6 @@ class ModelRunner:
             self.draft = None
         self._graph = None
 
-    def _slots(self, s: ScheduledRequest, start: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Slots of a request's tokens from ``start`` to the end of this step's part."""
-        end = s.start + s.num_tokens
-        blocks = np.asarray(s.request.block_ids[: -(-end // self.block_size)], dtype=np.int64)
-        positions = np.arange(start, end, dtype=np.int64)
-        slots: np.ndarray[Any, np.dtype[np.int64]] = blocks[positions // self.block_size] * self.block_size
-        slots += positions % self.block_size
-        return slots
-
     def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
@@ -220,25 +226,21 @@ class ModelRunner:
             starts.append(starts[-1] + 1)
             ends.append(ends[-1] + 1)
         graph = self._graph if self._graph is not None and self._graph.takes(len(ids)) else None
-        if graph is not None:
-            graph.fill(ids, positions, mapping)
-            slot_mapping = graph.slots_T[: len(ids)]
-        else:
-            slot_mapping = self._to_device(mapping)
+        slots_of_all = self._to_device(all_slots) if with_context else None
         cuda = self.device.type == "cuda"
         layout = BatchLayout(
-            slot_mapping=slot_mapping,
+            slot_mapping=graph.slots_T[: len(ids)] if graph is not None else self._to_device(mapping),
             query_starts=starts,
             context_lens=contexts,
             slots=[
-                self._to_device(all_slots[ends[i] : ends[i + 1]]) if context else None
+                slots_of_all[ends[i] : ends[i + 1]] if context and slots_of_all is not None else None
                 for i, context in enumerate(contexts)
             ],
             cu_seqlens_q=self._to_device(np.asarray(starts, dtype=np.int32)) if cuda else None,
             cu_seqlens_k=self._to_device(np.cumsum([0, *totals], dtype=np.int32)) if cuda else None,
             max_seqlen_q=max(counts),
             max_seqlen_k=max(totals),
-            all_slots=self._to_device(all_slots) if cuda and with_context else None,
+            all_slots=slots_of_all if cuda else None,
             keep_kv=self._prefix_caching or with_context or any(_goes_on(s) for s in scheduled),
         )
         sampling = [s for s in scheduled if s.samples]
@@ -249,17 +251,7 @@ class ModelRunner:
             elif s.samples:
                 wanted.append(starts[i + 1] - 1)
         rows = self._to_device(np.asarray(wanted, dtype=np.int64)) if wanted else None
-        self._slot_mapping = slot_mapping if graph is None else graph.slots_T
-        try:
-            if graph is not None:
-                with graph.replaying(layout):
-                    logits = self.verifier.forward_packed(graph.ids_T, graph.positions_T, layout, rows)
-            else:
-                logits = self.verifier.forward_packed(
-                    self._to_device(ids), self._to_device(positions), layout, rows
-                )
-        finally:
-            self._slot_mapping = None
+        logits = self._forward(ids, positions, mapping, layout, rows, graph)
         if logits is None:
             return StepLogits([], None, [])
         prompt: list[tuple[ScheduledRequest, torch.Tensor]] = []
@@ -289,7 +281,8 @@ class ModelRunner:
             again = s.start > 0 and request.model_state is None
             start = 0 if again else s.start
             wants_all = request.params.prompt_logprobs is not None and s.start < request.num_prompt_tokens
-            self._slot_mapping = torch.from_numpy(self._slots(s, start)).to(self.device)
+            slots, _ = _paged([request.block_ids], [end], self.block_size)
+            self._slot_mapping = torch.from_numpy(slots[start:]).to(self.device)
             try:
                 ids = torch.from_numpy(request.token_array(start, end).copy()).to(self.device)
                 logits, request.model_state = self.verifier.forward_alone(

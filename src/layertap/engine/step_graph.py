@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from layertap.engine.attention import AttentionLayer, BatchLayout
-from layertap.engine.plan import position_arguments
 
 if TYPE_CHECKING:
     from layertap.engine.verifier import Verifier
@@ -95,8 +94,7 @@ class StepGraph:
         """
         verifier = self._verifier
         device = verifier.device
-        arguments = {"input_ids": self.ids_T[None], "use_cache": False}
-        arguments.update(position_arguments(verifier.decoder, self.positions_T[None]))
+        arguments = verifier.packed_arguments(self.ids_T, self.positions_T)
         gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

@@ -73,6 +73,12 @@ class Verifier:
         self.layers = nn.ModuleList()
         self.attention = []
 
+    def packed_arguments(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> dict[str, Any]:
+        """What the decoder's forward takes for a flat batch."""
+        arguments: dict[str, Any] = {"input_ids": ids_T[None], "use_cache": False}
+        arguments.update(position_arguments(self.decoder, positions_T[None]))
+        return arguments
+
     def forward_packed(
         self,
         ids_T: torch.Tensor,
@@ -89,8 +95,7 @@ class Verifier:
             [n, vocab] logits, or None.
         """
         self.step.layout = layout
-        arguments: dict[str, Any] = {"input_ids": ids_T[None], "use_cache": False}
-        arguments.update(position_arguments(self.decoder, positions_T[None]))
+        arguments = self.packed_arguments(ids_T, positions_T)
         try:
             if logit_rows is None:
                 self.decoder(**arguments)
