@@ -164,7 +164,7 @@ def test_large_records_are_the_same_whoever_writes_them(tmp_path, helpers):
     record = read_record(writer.commit(), verify=True)
     assert torch.equal(record.hidden_states, states)
     sink.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("layertap-write")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("layertap-helper")]
 
 
 def test_a_helper_that_fails_fails_the_record(tmp_path, monkeypatch):

@@ -46,7 +46,7 @@ class FileSink(Sink):
     """
 
     def __init__(self, storage_path: str | os.PathLike[str], fsync: bool = False, helpers: int = 0) -> None:
-        self._helpers = ThreadPoolExecutor(helpers, "layertap-write") if helpers else None
+        self._helpers = ThreadPoolExecutor(helpers, "layertap-helper") if helpers else None
         self.storage_path = Path(storage_path).absolute()
         self.fsync = fsync
         self._numbers = itertools.count()
