@@ -62,6 +62,10 @@ def test_rows_written_by_work_that_is_still_queued_are_waited_for():
 
 def test_a_job_with_an_event_does_not_wait_for_what_was_queued_after_it():
     cache = paged_cache(dtype=torch.float32, hidden_size=256).cuda()
+    sink = MemorySink()
+    producer = make_producer(cache, sink)
+    producer.submit(make_job("warm-up", 40, range(10)))  # compiles, and takes page-locked memory
+    drain(producer, 1, timeout=60)
     weights = torch.randn(8192, 8192, device="cuda")
     torch.mm(weights, weights)
     ready, busy_until = torch.cuda.Event(), torch.cuda.Event()
@@ -69,11 +73,12 @@ def test_a_job_with_an_event_does_not_wait_for_what_was_queued_after_it():
     for _ in range(200):  # some seconds
         torch.mm(weights, weights)
     busy_until.record()
-    job = dataclasses.replace(make_job("r", 40, range(10)), ready=ready)
-    record = deliver(cache, [job])["r"]
+    producer.submit(dataclasses.replace(make_job("r", 40, range(10)), ready=ready))
+    _, completed = drain(producer, 1, timeout=60)
     assert not busy_until.query()
+    record = sink.take(completed["r"].handle)
     assert torch.equal(record.hidden_states, cache[:10].cpu().flatten(0, 1))
-    torch.cuda.synchronize()
+    producer.close()
 
 
 def test_faults_are_found_on_the_gpu_as_on_the_cpu():

@@ -18,6 +18,7 @@ from torch import nn
 
 from layertap.config import EngineConfig
 from layertap.engine.attention import AttentionLayer
+from layertap.engine.fused_products import fuse_residuals, takes
 from layertap.engine.loader import first_line
 from layertap.engine.start_phases import StartPhases
 from layertap.engine.step_graph import recording
@@ -107,17 +108,27 @@ def compile_layers(layers: nn.ModuleList) -> bool:
     """
     if any(attention_of(layer) is None for layer in layers):
         return False
+    fuses = any(takes(weight) for weight in layers.parameters())
+    backend = _compile_fused if fuses else "inductor"
     kinds: dict[type[nn.Module], Callable[..., Any]] = {}
     for layer in layers:
         kind = type(layer)
         if kind not in kinds:
-            kinds[kind] = torch.compile(_plain(kind.forward), dynamic=True)
+            kinds[kind] = torch.compile(_plain(kind.forward), dynamic=True, backend=backend)
         for part in layer.modules():
             plain = _plain(type(part).forward)
             if plain is not type(part).forward:
                 part.forward = types.MethodType(plain, part)
         layer.forward = _bound(kinds[kind], layer)
     return True
+
+
+def _compile_fused(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    from torch._inductor.compile_fx import compile_fx
+
+    if fuse_residuals(graph.graph):
+        graph.recompile()
+    return compile_fx(graph, inputs)
 
 
 def _bound(compiled: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from layertap.engine.block_pool import BlockPool
 from layertap.engine.compile import compile_runner, wants_compiled
 from layertap.engine.cpu_memory import keep_freed_memory
 from layertap.engine.detokenizer import Detokenizer
+from layertap.engine.device_start import DeviceStart
 from layertap.engine.memory import cache_bytes, num_blocks_for
 from layertap.engine.postprocess import Postprocessor
 from layertap.engine.request import Request, RequestStatus
@@ -61,6 +62,7 @@ class EngineCore:
         self.config = config
         self.start_phases = StartPhases()
         self.device = pick_device(config)
+        device_start = DeviceStart(self.device)
         self.start_phases.end("device")
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -75,6 +77,10 @@ class EngineCore:
         self.start_phases.end("configuration")
         self.tokenizer = loader.load_tokenizer(config, source)
         self.start_phases.end("tokenizer")
+        loader.model_class(hf_config)  # imports what defines it
+        self.start_phases.end("model's class")
+        device_start.wait()
+        self.start_phases.end("the device's own start")
         keep = max(1, self.served.highest) if self.served is not None and config.extract_only else total
         self.verifier: Verifier = load_verifier(
             config, source, hf_config, keep, self.device, self.start_phases

@@ -129,8 +129,9 @@ def model_dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
     return own if own in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
 
 
-def _model_class(hf_config: Any) -> type[Any] | None:
-    """The class that the library registers for causal language models with this configuration."""
+def model_class(hf_config: Any) -> type[Any] | None:
+    """The class that the library registers for causal language models with this configuration; None where
+    there is none."""
     from transformers import AutoModelForCausalLM
 
     mapping = AutoModelForCausalLM._model_mapping
@@ -196,7 +197,7 @@ def load_model(
         )
     dtype = model_dtype(config, hf_config)
     total = num_hidden_layers(hf_config)
-    cls = _model_class(hf_config)
+    cls = model_class(hf_config)
     short = config.extract_only and keep_layers < total and cls is not None
     if cls is None and not config.trust_remote_code:
         names = getattr(hf_config, "architectures", None) or []
