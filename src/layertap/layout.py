@@ -85,10 +85,14 @@ class RecordLayout:
         """The file's first bytes, with the xxh3 checksum (64 bits) of each tensor."""
         header = bytearray(self._header)
         for name, value in checksums.items():
-            key = f'"{CHECKSUM_PREFIX}{name}":"'.encode()
-            start = header.index(key) + len(key)
+            start = self.checksum_at(name)
             header[start : start + len(_NO_CHECKSUM)] = f"{value:016x}".encode()
         return bytes(header)
+
+    def checksum_at(self, name: str) -> int:
+        """Where in the file the checksum of a tensor is: 16 hexadecimal digits."""
+        key = f'"{CHECKSUM_PREFIX}{name}":"'.encode()
+        return self._header.index(key) + len(key)
 
 
 @dataclass(frozen=True, slots=True)

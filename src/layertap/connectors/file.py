@@ -28,5 +28,5 @@ class FileConnector(ProducingConnector):
     }
 
     def make_sink(self, options: Mapping[str, Any]) -> FileSink:
-        helpers = options["num_writer_threads"] if self.engine_info.device.type == "cuda" else 0
-        return FileSink(options["shared_storage_path"], options["fsync"], helpers)
+        beside = options["num_writer_threads"] if self.engine_info.device.type == "cuda" else 0
+        return FileSink(options["shared_storage_path"], options["fsync"], helpers=beside, threads=beside)

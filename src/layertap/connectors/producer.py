@@ -26,12 +26,16 @@ from layertap.connectors.staging import StagingRing
 from layertap.connectors.transfer import Cancelled, Transfer, acquire, all_sound, row_bytes
 from layertap.errors import ExtractionError, InvalidInputError
 from layertap.layers import ServedLayers
-from layertap.sinks.base import Sink
+from layertap.sinks.base import Sink, WholeRecord
 
 DEFAULT_CHUNK_BYTES = 64 << 20
 DEFAULT_RING_BYTES = 256 << 20
 _MOST_TOGETHER = 32  # small jobs of one gather: they wait for one another's writes
 _TINY_BYTES = 1 << 20  # so little is gathered together whatever the number of jobs, where nothing is written
+# Threads at a time that take small jobs to a sink that publishes many in one call. Each that wants the GIL
+# costs whoever launches an engine's steps; the sink writes in threads that do without it.
+_TOGETHER_THREADS = 2
+_WORTH_SHARING = 8  # fewer of them are left to one thread
 _ONE_THREAD = 32768  # torch copies tensors of up to this many elements on the calling thread
 # Whoever waits for news of small jobs is woken no more often than this: the engine's thread then takes the
 # GIL away from the writers. Whoever looks finds a job as soon as its record is published.
@@ -105,6 +109,8 @@ class Producer:
         self._changed = threading.Condition(self._guard)
         self._work = threading.Condition(self._guard)
         self._queue: deque[_Task] = deque()
+        self._together = 0
+        """Threads that are about small jobs for a sink that publishes many in one call."""
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"layertap-writer-{i}", daemon=True)
@@ -141,7 +147,7 @@ class Producer:
                     )
             self._tasks.update(tasks)
             self._queue.extend(tasks.values())
-            self._work.notify(len(tasks))
+            self._work.notify()  # who takes some wakes the next, if there is more
 
     def poll(self, timeout: float = 0) -> list[Completion]:
         """All news since the last call, oldest first; waits up to ``timeout`` seconds if there is none."""
@@ -231,10 +237,19 @@ class Producer:
     def _run(self) -> None:
         gather: Gather = CudaGather(self.cache) if self.cache.is_cuda else CpuGather(self.cache)
         while tasks := self._take(gather):
-            if len(tasks) == 1:
+            counted = self._counts(tasks[0], gather)
+            if len(tasks) == 1 and not counted:
                 self._deliver(tasks[0], gather)
             else:
                 self._deliver_together(tasks, gather)
+            if counted:
+                with self._changed:
+                    self._together -= 1
+
+    def _counts(self, task: _Task, gather: Gather) -> bool:
+        """Whether it is one of the small jobs of which only so many threads take some."""
+        row = row_bytes(task.job.selection, gather)
+        return self.sink.publishes_together and 0 < 2 * task.num_rows * row <= self.ring.chunk_bytes
 
     def _take(self, gather: Gather) -> list[_Task]:
         """The next job, and with it small ones that are gathered alike; this thread's share of them.
@@ -246,17 +261,24 @@ class Producer:
             while True:
                 while self._queue and self._queue[0].cancelled:
                     self._queue.popleft()  # reported already
-                if self._queue:
+                if self._queue and not (
+                    self._together >= _TOGETHER_THREADS and self._counts(self._queue[0], gather)
+                ):
                     break
-                if self._closed:
+                if self._closed and not self._queue:
+                    self._work.notify_all()
                     return []
                 self._work.wait()
             first = self._queue.popleft()
+            counts = self._counts(first, gather)
+            self._together += counts
             tasks = [first]
             kind = (first.job.selection.columns, first.job.selection.dtype)
             row = row_bytes(first.job.selection, gather)
             rows, most_rows = first.num_rows, self.ring.chunk_bytes // row
-            share = min(_MOST_TOGETHER, -(-(len(self._queue) + 1) // len(self._threads)))
+            threads = min(_TOGETHER_THREADS, len(self._threads)) if counts else len(self._threads)
+            share = -(-(len(self._queue) + 1) // threads)
+            share = min(_MOST_TOGETHER, max(share, _WORTH_SHARING) if counts else share)
             tiny_bytes = _TINY_BYTES if self.sink.keeps_rows else 0
             while self._queue and first.num_rows:
                 task = self._queue[0]
@@ -271,6 +293,8 @@ class Producer:
                     rows += task.num_rows
             for task in tasks:
                 task.started = True
+            if self._queue:
+                self._work.notify()
         return tasks
 
     def _deliver(self, task: _Task, gather: Gather) -> None:
@@ -282,7 +306,7 @@ class Producer:
             transfer.move(self.ring, task.ready, lambda: self._report_copied(task))
 
         if self._finish(task, transfer, move):
-            self._report_published(task, transfer)
+            self._report_published((task, transfer))
         self._note_gather(transfer.gather_seconds)
 
     def _deliver_together(self, tasks: Sequence[_Task], gather: Gather) -> None:
@@ -318,7 +342,10 @@ class Producer:
                 self._fail(task, transfer, error)
         else:
             self._report_copied(*[task for task, _ in moving])
-            self._write_each(moving, parts, sound, own)
+            if self.sink.publishes_together:
+                self._publish(moving, parts, sound)
+            else:
+                self._write_each(moving, parts, sound, own)
         finally:
             if buffer is not None:
                 self.ring.release(buffer)
@@ -337,10 +364,42 @@ class Producer:
             if self._finish(task, transfer, write):
                 now = time.monotonic()
                 wake = now - woken > _NEWS_SECONDS
-                self._report_published(task, transfer, wake)
+                self._report_published((task, transfer), wake=wake)
                 woken = now if wake else woken
         with self._changed:
             self._changed.notify_all()
+
+    def _publish(self, moving: Sequence[tuple[_Task, Transfer]], parts: Sequence[Chunk], sound: bool) -> None:
+        """Have jobs written and published by the sink in one call."""
+        whole: list[tuple[_Task, Transfer, WholeRecord]] = []
+        for (task, transfer), rows in zip(moving, parts, strict=True):
+            try:
+                whole.append((task, transfer, transfer.whole(rows, sound)))
+            except Exception as error:  # noqa: BLE001 - as above
+                self._fail(task, transfer, error)
+        with self._changed:
+            for task, _, _ in whole:
+                task.publishing = not task.cancelled
+        for task, transfer, _ in whole:
+            if not task.publishing:
+                self._fail(task, transfer, Cancelled())
+        whole = [item for item in whole if item[0].publishing]
+        begun = time.monotonic()
+        results: Sequence[str | Exception]
+        try:
+            results = self.sink.publish([record for _, _, record in whole])
+        except Exception as error:  # noqa: BLE001 - as above
+            results = [error] * len(whole)
+        share = (time.monotonic() - begun) / max(1, len(whole))
+        published = []
+        for (task, transfer, _), result in zip(whole, results, strict=True):
+            transfer.write_seconds = share
+            if isinstance(result, Exception):
+                self._fail(task, transfer, result)
+            else:
+                task.handle = result
+                published.append((task, transfer))
+        self._report_published(*published)
 
     def _finish(self, task: _Task, transfer: Transfer, move: Callable[[], None]) -> bool:
         """Have a job's rows written and publish its record, which is still to be reported then. A failure is
@@ -374,12 +433,15 @@ class Producer:
                 self._news.append(Completion("copied", task.job.request_id))
             self._changed.notify_all()
 
-    def _report_published(self, task: _Task, transfer: Transfer, wake: bool = True) -> None:
+    def _report_published(self, *published: tuple[_Task, Transfer], wake: bool = True) -> None:
         with self._changed:
-            self.bytes_written += transfer.num_bytes
-            self.tokens_written += transfer.num_rows
-            self.write_seconds += transfer.write_seconds
-            self._report_end(task, wake=wake)
+            for task, transfer in published:
+                self.bytes_written += transfer.num_bytes
+                self.tokens_written += transfer.num_rows
+                self.write_seconds += transfer.write_seconds
+                self._report_end(task, wake=False)
+            if wake:
+                self._changed.notify_all()
 
     def _report_end(self, task: _Task, error: ExtractionError | None = None, wake: bool = True) -> None:
         """Under the lock."""

@@ -21,7 +21,7 @@ from layertap.errors import ExtractionError
 from layertap.layers import ServedLayers
 from layertap.record import build_metadata
 from layertap.selection import Selection
-from layertap.sinks.base import RecordSpec, RecordWriter, Sink
+from layertap.sinks.base import RecordSpec, RecordWriter, Sink, WholeRecord
 
 _DTYPES = {
     "float32": torch.float32,
@@ -232,6 +232,23 @@ class Transfer:
         self.write_seconds += time.monotonic() - begun
         self.num_rows += chunk.hidden.shape[0]
         self.num_bytes += chunk.hidden.numel() * self.dtype.itemsize
+
+    def whole(self, chunk: Chunk, sound: bool) -> WholeRecord:
+        """All rows at once, checked, for :meth:`Sink.publish`.
+
+        Raises:
+            ExtractionError: they are not fit to be published.
+            Cancelled: the job was given up.
+        """
+        assert self._spec is not None
+        if not sound:
+            self._check(chunk, self._kept, self.dtype)
+        if self._given_up():
+            raise Cancelled
+        self.num_rows = chunk.hidden.shape[0]
+        self.num_bytes = chunk.hidden.numel() * self.dtype.itemsize
+        self.check_whole()
+        return WholeRecord(self._spec, chunk.hidden, chunk.scales)
 
     def check_whole(self) -> None:
         """All rows have been put.

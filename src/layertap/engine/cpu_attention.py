@@ -10,21 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
 import platform
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from layertap.engine.gguf import cache_folder
+from layertap import native
 
 if TYPE_CHECKING:
     from layertap.engine.attention import AttentionLayer, BatchLayout
@@ -35,8 +29,6 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _SOURCES = (_SOURCE, _SOURCE.with_name("cpu_attention_amx.h"))
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fopenmp", "-fPIC", "-shared")
 _FUNCTIONS = {torch.float32: "layertap_attention_float32", torch.bfloat16: "layertap_attention_bfloat16"}
-_BUILD_SECONDS = 120
-_DIGEST_BYTES = 32
 _LARGEST_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 _POINTERS = (
@@ -155,18 +147,8 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernel, built if need be; None where that is not possible. The reason is logged once."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
-    compiler = os.environ.get("CXX", "").split() or ["g++"]  # as make takes it: ccache g++, say
-    if shutil.which(compiler[0]) is None:
-        logger.info(
-            "no C++ compiler (%s): attention on this CPU runs through PyTorch, which is slower", compiler[0]
-        )
-        return None
-    try:
-        loaded = _load(compiler)
-    except (OSError, subprocess.SubprocessError) as e:
-        told: bytes = getattr(e, "stderr", None) or str(e).encode()
-        reason = told.decode(errors="replace").strip()[-500:]
-        logger.warning("the attention kernel was not built, PyTorch's is used: %s", reason)
+    loaded = native.build(_SOURCE, _SOURCES[1:], _FLAGS, "attention on this CPU runs through PyTorch")
+    if loaded is None:
         return None
     for name in _FUNCTIONS.values():
         function = getattr(loaded, name)
@@ -198,57 +180,3 @@ def _difference(loaded: ctypes.CDLL, dtype: torch.dtype) -> float:
     layer.key_cache, layer.value_cache = layer.key_cache.float(), layer.value_cache.float()
     theirs = layer.attend_each(layout, q.float(), k.float(), v.float())
     return float((ours - theirs).norm() / theirs.norm())
-
-
-def _load(compiler: Sequence[str]) -> ctypes.CDLL:
-    """The library for this source, compiler and processor: from the user's cache, or built now."""
-    version = _output(*compiler, "--version")
-    command = " ".join([*compiler, *_FLAGS]).encode()
-    key = hashlib.sha256(b"\0".join([*(p.read_bytes() for p in _SOURCES), version, command, _processor()]))
-    name = f"cpu_attention-{key.hexdigest()[:16]}.so"
-    try:
-        return ctypes.CDLL(str(_cached(cache_folder() / "kernels" / name, compiler)))
-    except OSError:  # no folder that can be written to, or loaded from: built for this process
-        with tempfile.TemporaryDirectory(prefix="layertap-kernels-") as folder:
-            made = Path(folder) / name
-            _compile(compiler, made)
-            return ctypes.CDLL(str(made))
-
-
-def _cached(target: Path, compiler: Sequence[str]) -> Path:
-    """Have the library in a file that other processes use, too. The digest at its end tells whether it is
-    whole: loading one that a crash has torn would end the process."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.is_file():
-        data = target.read_bytes()
-        if _digest(data[:-_DIGEST_BYTES]) == data[-_DIGEST_BYTES:]:
-            return target
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as building:
-        made = Path(building) / target.name
-        _compile(compiler, made)
-        data = made.read_bytes()
-        with made.open("ab") as file:
-            file.write(_digest(data))
-        os.replace(made, target)
-    return target
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
-def _compile(compiler: Sequence[str], made: Path) -> None:
-    _output(*compiler, *_FLAGS, "-o", str(made), str(_SOURCE))
-
-
-def _output(*command: str) -> bytes:
-    return subprocess.run(command, capture_output=True, check=True, timeout=_BUILD_SECONDS).stdout
-
-
-def _processor() -> bytes:
-    """What ``-march=native`` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-    except OSError:
-        return platform.processor().encode()
-    return "\n".join(x for x in lines if x.startswith(("model name", "flags", "vendor_id"))).encode()

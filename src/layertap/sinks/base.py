@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -24,6 +25,17 @@ class RecordSpec:
     """True for float8 storage: ``hidden_states_scales`` [T, 1, 1] float32 comes along with each chunk."""
     metadata: dict[str, str] = field(default_factory=dict)
     """Strings for the header: see :mod:`layertap.record`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRecord:
+    """A record that is complete in memory, which stays the caller's."""
+
+    spec: RecordSpec
+    hidden: torch.Tensor
+    """[T, L, H], contiguous."""
+    scales: torch.Tensor | None = None
+    """[T, 1, 1] float32."""
 
 
 class RecordWriter(ABC):
@@ -54,8 +66,17 @@ class Sink(ABC):
     """Records stay in memory: many small ones are copied out of a staging buffer in one call, and given to
     :meth:`RecordWriter.keep`."""
 
+    @property
+    def publishes_together(self) -> bool:
+        """:meth:`publish` takes records that are whole, which is better than one writer after another."""
+        return False
+
     @abstractmethod
     def open(self, spec: RecordSpec) -> RecordWriter: ...
+
+    def publish(self, records: Sequence[WholeRecord]) -> list[str | Exception]:
+        """Publish whole records; for each its handle, or why nothing of it was published."""
+        raise NotImplementedError
 
     @abstractmethod
     def handle(self, request_id: str) -> str:

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -22,7 +23,8 @@ import xxhash
 
 from layertap.errors import InvalidInputError
 from layertap.layout import HIDDEN_STATES, SCALES, TOKEN_IDS, RecordLayout
-from layertap.sinks.base import RecordSpec, RecordWriter, Sink
+from layertap.sinks import native_files
+from layertap.sinks.base import RecordSpec, RecordWriter, Sink, WholeRecord
 
 SUFFIX = ".safetensors"
 REQUEST_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,199}")
@@ -40,12 +42,18 @@ class FileSink(Sink):
         fsync: flush each file to the device before it gets its final name, and the folder after it.
         helpers: threads that write parts of large records beside the one that brings them. One thread copies
             1 to 2 GB/s into memory files; a long prompt's record is larger than that.
+        threads: outside the interpreter, that write several whole records at once; 0: one record after the
+            other is written. Whoever needs the interpreter beside the writers (an engine that launches small
+            steps) gets it back sooner.
 
     Raises:
         InvalidInputError: the folder cannot be made or written.
     """
 
-    def __init__(self, storage_path: str | os.PathLike[str], fsync: bool = False, helpers: int = 0) -> None:
+    def __init__(
+        self, storage_path: str | os.PathLike[str], fsync: bool = False, helpers: int = 0, threads: int = 0
+    ) -> None:
+        self._threads = threads if threads and native_files.library() is not None else 0
         self._helpers = ThreadPoolExecutor(helpers, "layertap-helper") if helpers else None
         self.storage_path = Path(storage_path).absolute()
         self.fsync = fsync
@@ -70,8 +78,47 @@ class FileSink(Sink):
             OSError: the file cannot be made, or the file system has no room for it.
         """
         final = self.handle(spec.request_id)
-        temporary = str(self.storage_path / f".layertap-{self._token}-{next(self._numbers)}.tmp")
-        return FileWriter(spec, final, temporary, self.fsync, self._helpers)
+        return FileWriter(spec, final, self._temporary(), self.fsync, self._helpers)
+
+    def _temporary(self) -> str:
+        return f"{self.storage_path}/.layertap-{self._token}-{next(self._numbers)}.tmp"
+
+    @property
+    def publishes_together(self) -> bool:
+        return self._threads > 0
+
+    def publish(self, records: Sequence[WholeRecord]) -> list[str | Exception]:
+        results: list[str | Exception] = []
+        files: dict[int, native_files.WholeFile] = {}
+        for i, record in enumerate(records):
+            try:
+                files[i] = self._file(record)
+                results.append(files[i].final)
+            except InvalidInputError as refused:
+                results.append(refused)
+        errors = native_files.publish(list(files.values()), self._threads, self.fsync)
+        for (i, file), error in zip(files.items(), errors, strict=True):
+            if error:
+                results[i] = OSError(error, os.strerror(error), file.final)
+        if self.fsync and not all(errors):
+            _sync_folder(str(self.storage_path))
+        return results
+
+    def _file(self, record: WholeRecord) -> native_files.WholeFile:
+        spec, hidden = record.spec, record.hidden
+        assert hidden.is_contiguous()
+        assert tuple(hidden.shape) == spec.shape
+        layout = RecordLayout(spec.shape, spec.dtype, spec.has_scales, spec.metadata)
+        scales = b"" if record.scales is None else record.scales.numpy().tobytes()
+        return native_files.WholeFile(
+            temporary=self._temporary(),
+            final=self.handle(spec.request_id),
+            front=bytearray(_front(layout, spec, scales)),
+            checksum_at=layout.checksum_at(HIDDEN_STATES),
+            data=hidden.data_ptr(),
+            data_bytes=hidden.numel() * hidden.itemsize,
+            needs_space=layout.total_bytes >= _ASK_FOR_SPACE,
+        )
 
     def handle(self, request_id: str) -> str:
         """The path of a request's file.
@@ -169,15 +216,7 @@ class FileWriter(RecordWriter):
 
     def _front(self) -> bytes:
         """Everything before the hidden states, once these are hashed."""
-        tokens = self._spec.token_ids.numpy().tobytes()
-        scales = b"".join(self._scales)
-        checksums = {TOKEN_IDS: xxhash.xxh3_64_intdigest(tokens)}
-        if self._spec.has_scales:
-            checksums[SCALES] = xxhash.xxh3_64_intdigest(scales)
-        checksums[HIDDEN_STATES] = self._digest.intdigest()
-        front = self._layout.header(checksums) + tokens + scales
-        assert len(front) == self._begin
-        return front
+        return _front(self._layout, self._spec, b"".join(self._scales), self._digest.intdigest())
 
     def commit(self) -> str:
         assert self._position == self._layout.total_bytes, "commit before all rows were written"
@@ -197,6 +236,21 @@ class FileWriter(RecordWriter):
             fd, self._fd = self._fd, -1
             os.close(fd)
         Path(self._temporary).unlink(missing_ok=True)
+
+
+def _front(layout: RecordLayout, spec: RecordSpec, scales: bytes, digest: int = 0) -> bytes:
+    """Everything before the hidden states.
+
+    Args:
+        digest: the hidden states' checksum.
+    """
+    tokens = spec.token_ids.numpy().tobytes()
+    checksums = {TOKEN_IDS: xxhash.xxh3_64_intdigest(tokens), HIDDEN_STATES: digest}
+    if spec.has_scales:
+        checksums[SCALES] = xxhash.xxh3_64_intdigest(scales)
+    front = layout.header(checksums) + tokens + scales
+    assert len(front) == layout.begin[HIDDEN_STATES]
+    return front
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

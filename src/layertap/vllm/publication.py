@@ -17,6 +17,7 @@ import threading
 from pathlib import Path
 
 from layertap.reader import ERROR_SUFFIX, LOCK_SUFFIX
+from layertap.sinks import native_files
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class Publication:
 
     def __init__(self, use_locks: bool = True) -> None:
         self.use_locks = use_locks
+        if use_locks:
+            native_files.library()  # compiled here, and not in a step
         self._fds: dict[str, int | None] = {}
         self._guard = threading.Lock()
 
@@ -39,27 +42,35 @@ class Publication:
         """Requests under way."""
         return len(self._fds)
 
-    def begin(self, path: str) -> None:
-        """Take the lock of a path, and forget what an earlier request of this name left there. Never
-        raises: a storage that takes no lock takes no file either, and that is told when the file is
-        written."""
+    def begin(self, *paths: str) -> None:
+        """Take the locks of paths, and forget what earlier requests of their names left there. Never raises:
+        a storage that takes no lock takes no file either, and that is told when the file is written."""
         with self._guard:
-            if path in self._fds:
-                return
-            self._fds[path] = None
-            try:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path + ERROR_SUFFIX)
-                if self.use_locks:
-                    self._fds[path] = _locked(path + LOCK_SUFFIX)
-                else:
-                    os.makedirs(os.path.dirname(path), exist_ok=True)
-            except OSError as error:
-                logger.error("%s: no lock (%s)", path, error)
+            new = [path for path in dict.fromkeys(paths) if path not in self._fds]
+            self._fds.update(dict.fromkeys(new))
+            if new and self.use_locks and native_files.library() is not None:
+                # In one call: this is the thread that launches the model, and each that gives the
+                # interpreter away waits to have it back.
+                fds = native_files.lock([(path + ERROR_SUFFIX, path + LOCK_SUFFIX) for path in new])
+                self._fds.update((path, fd) for path, fd in zip(new, fds, strict=True) if fd >= 0)
+                new = [path for path, fd in zip(new, fds, strict=True) if fd < 0]
+            for path in new:
+                self._begin(path)
 
-    def publish(self, path: str) -> None:
-        """The file is complete under its name."""
-        self._let_go(path)
+    def _begin(self, path: str) -> None:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path + ERROR_SUFFIX)
+            if self.use_locks:
+                self._fds[path] = _locked(path + LOCK_SUFFIX)
+            else:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+        except OSError as error:
+            logger.error("%s: no lock (%s)", path, error)
+
+    def publish(self, *paths: str) -> None:
+        """The files are complete under their names."""
+        self._let_go(*paths)
 
     def fail(self, path: str, reason: str, kind: str) -> None:
         """Nothing will come: leave the reason where a reader looks for it."""
@@ -84,14 +95,16 @@ class Publication:
 
     def close(self) -> None:
         """Let go of every lock."""
-        for path in list(self._fds):
-            self._let_go(path)
+        self._let_go(*self._fds)
 
-    def _let_go(self, path: str) -> None:
+    def _let_go(self, *paths: str) -> None:
         with self._guard:
-            fd = self._fds.pop(path, None)
-        if fd is not None:
-            os.close(fd)
+            held = [fd for path in paths if (fd := self._fds.pop(path, None)) is not None]
+        if len(held) > 1 and native_files.library() is not None:
+            native_files.close(held)
+        else:
+            for fd in held:
+                os.close(fd)
 
 
 def _locked(path: str) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from layertap.connectors.job import Completion, Job
 from layertap.connectors.producer import Producer
-from layertap.errors import InvalidInputError
+from layertap.errors import ExtractionError, InvalidInputError
 from layertap.sinks.file import FileSink
 from layertap.vllm.plan import CachePlan
 from layertap.vllm.publication import Publication
@@ -49,8 +49,10 @@ class CacheWriter:
 
     def __init__(self, cache: torch.Tensor, plan: CachePlan, options: Mapping[str, Any]) -> None:
         self.publication = Publication(options["use_synchronization_lock"])
-        helpers = options["num_writer_threads"] if cache.is_cuda else 0
-        self._sink = FileSink(options["shared_storage_path"], options["fsync"], helpers)
+        beside = options["num_writer_threads"] if cache.is_cuda else 0
+        self._sink = FileSink(
+            options["shared_storage_path"], options["fsync"], helpers=beside, threads=beside
+        )
         self.producer = Producer(
             cache,
             self._sink,
@@ -80,8 +82,7 @@ class CacheWriter:
 
     def begin(self, paths: Iterable[str]) -> None:
         """Requests that have their first step."""
-        for path in paths:
-            self.publication.begin(path)
+        self.publication.begin(*paths)
 
     def save(self, saves: Iterable[Save]) -> None:
         """Queue ended requests, together. Their blocks stay as they are until :meth:`take_copied` names
@@ -129,24 +130,28 @@ class CacheWriter:
         self.producer.close(drain=True)
         self._closing.set()
         self._watcher.join()
-        for news in self.producer.poll():
-            self._note(news)
+        self._note(self.producer.poll())
         self.publication.close()
         self._sink.close()
 
     def _watch(self) -> None:
         while not self._closing.is_set():
-            for news in self.producer.poll(timeout=_PAUSE):
-                self._note(news)
+            self._note(self.producer.poll(timeout=_PAUSE))
 
-    def _note(self, news: Completion) -> None:
+    def _note(self, news: Iterable[Completion]) -> None:
+        published: list[str] = []
+        failed: list[tuple[str, ExtractionError]] = []
         with self._guard:
-            save = self._saves[news.request_id]
-            if news.kind == "copied":
-                self._copied.add(save.request_id)
-                return
-            del self._saves[news.request_id]
-        if news.error is None:
-            self.publication.publish(save.path)
-        else:
-            self.publication.fail(save.path, news.error.reason, news.error.kind)
+            for item in news:
+                save = self._saves[item.request_id]
+                if item.kind == "copied":
+                    self._copied.add(save.request_id)
+                    continue
+                del self._saves[item.request_id]
+                if item.error is None:
+                    published.append(save.path)
+                else:
+                    failed.append((save.path, item.error))
+        self.publication.publish(*published)
+        for path, error in failed:
+            self.publication.fail(path, error.reason, error.kind)
