@@ -39,6 +39,7 @@ logger = logging.getLogger("layertap")
 
 _CPU_STEP_TOKENS = 4096
 _CUDA_STEP_TOKENS = 16384
+_LOOK_SECONDS = 0.002  # between looks at whether a step has ended, while records are being stored
 
 
 @dataclass(slots=True)
@@ -219,9 +220,19 @@ class EngineCore:
         # A step's tokens are looked at one step later where nothing depends on them sooner.
         keep = 1 if output.scheduled and self._may_lag(output) else 0
         while len(self._launched) > keep:
+            self._tell_until_computed(self._launched[0])
             self._finalize(self._launched.popleft())
             progressed = True
         return progressed
+
+    def _tell_until_computed(self, step: _Launched) -> None:
+        """While a step runs, tell of the records that are stored meanwhile: whoever waits for one may send the
+        next prompt in time for the next step but one."""
+        if self.connector is None or step.tokens is None:
+            return
+        while self._leaving and not step.tokens.there:
+            self.connector.wait(_LOOK_SECONDS)
+            self._collect()
 
     def wait(self, timeout: float) -> None:
         """Sleep until the connector may have made progress."""

@@ -60,6 +60,11 @@ class DrawnTokens:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(tokens_n.device))
 
+    @property
+    def there(self) -> bool:
+        """:meth:`tolist` would not wait."""
+        return self._copied is None or self._copied.query()
+
     def tolist(self) -> list[int]:
         """The tokens, once they are there."""
         if self._copied is not None:
