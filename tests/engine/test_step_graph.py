@@ -22,14 +22,11 @@ from layertap.engine.step_graph import StepGraph
 
 
 class Computed(StepGraph):
-    """Computes instead of replaying, and takes steps that are half full."""
+    """Computes instead of replaying."""
 
     spoil = False
 
-    def takes(self, num_tokens: int) -> bool:
-        return num_tokens <= self.num_tokens <= num_tokens + self.num_tokens // 2
-
-    def record(self) -> None:
+    def record(self, memory: Any) -> None:
         pass
 
     def fill(self, ids: Any, positions: Any, slots: Any) -> None:
@@ -79,11 +76,15 @@ def test_filled_up_steps(
     options = {"layers": ["all", "norm"], "block_size": 4, "max_num_seqs": 6}
     llm = make_llm(path, max_num_batched_tokens=32, enable_prefix_caching=caching, **options)
     runner = llm._core.runner
-    graph = runner._graph = Computed(runner.verifier, 32, runner._padding_slot)
+    graphs = [Computed(runner.verifier, size, runner._padding_slot) for size in (32, 20)]
+    for graph in graphs:
+        runner.recorded.add(graph)
+    runner.recorded.launch_seconds = 25.0
+    runner.recorded.token_seconds = 1.0  # so that few tokens are launched, or take the smaller one
     prompts = prompts_for(1, [40, 3, 17, 1, 90, 25, 30, 16, 16, 7]) + prompts_for(1, [40, 3, 17, 1])
     for prompt, got in zip(prompts, llm.extract(prompts), strict=True):
         reference.assert_states(got.hidden_states, reference.states(path, prompt), 2e-5)
-    assert graph.num_replays > 3
+    assert graphs[0].num_replays > 3
     plain = make_llm(path, enable_prefix_caching=False, **options)
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, n=2, ignore_eos=True, prompt_logprobs=1)
     for ours, theirs in zip(
@@ -96,6 +97,7 @@ def test_filled_up_steps(
             assert a is not None
             assert b is not None
             assert all(abs(a[token].logprob - b[token].logprob) < 1e-3 for token in b)
+    assert all(graph.num_replays > 3 for graph in graphs)
     assert "forward" not in vars(runner.verifier.decoder)
 
 
@@ -110,8 +112,8 @@ def test_a_replay_that_gives_something_else_is_not_used(
     if spoil:
         with pytest.raises(RuntimeError, match="another result"):
             runner.record(32)
-        assert runner._graph is None
+        assert runner.recorded.graphs == []
     else:
         runner.record(32)
-        assert isinstance(runner._graph, Computed)
+        assert [type(graph) for graph in runner.recorded.graphs] == [Computed]
     assert len(runner.verifier.decoder._forward_hooks) == hooks

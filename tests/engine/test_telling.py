@@ -52,7 +52,8 @@ def test_a_record_is_told_of_before_the_step_that_runs_meanwhile_is_looked_at(
         tiny("llama"), layers=[1], kv_transfer_config=connector, max_num_batched_tokens=16, max_num_seqs=1
     )
     outputs = llm.generate(
-        [list(range(3, 11)), list(range(3, 19))], SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        [list(range(3, 11)), list(range(3, 19))],
+        SamplingParams(max_tokens=1, temperature=0, detokenize=False),
     )
     assert len(outputs) == 2
     assert events.index(("told", 1)) < events.index(("looked at", 2))

@@ -97,7 +97,11 @@ def _record(runner: ModelRunner, num_tokens: int) -> None:
     try:
         runner.record(num_tokens)
     except (RuntimeError, AssertionError) as e:  # the latter: an attention that runs outside a compiled layer
-        logger.warning("full steps cannot be recorded, and are launched kernel by kernel: %s", first_line(e))
+        logger.warning(
+            "steps are launched kernel by kernel but for %d recorded sizes: %s",
+            len(runner.recorded.graphs),
+            first_line(e),
+        )
 
 
 def compile_layers(layers: nn.ModuleList) -> bool:

@@ -226,8 +226,8 @@ class EngineCore:
         return progressed
 
     def _tell_until_computed(self, step: _Launched) -> None:
-        """While a step runs, tell of the records that are stored meanwhile: whoever waits for one may send the
-        next prompt in time for the next step but one."""
+        """While a step runs, tell of the records that are stored meanwhile: whoever waits for one may send
+        the next prompt in time for the next step but one."""
         if self.connector is None or step.tokens is None:
             return
         while self._leaving and not step.tokens.there:

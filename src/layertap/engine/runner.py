@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 
 from layertap.engine.attention import BatchLayout
 from layertap.engine.draft import DraftModel
+from layertap.engine.recorded_steps import RecordedSteps
 from layertap.engine.scheduler import ScheduledRequest
 from layertap.engine.self_check import difference, make_layout
-from layertap.engine.step_graph import StepGraph
+from layertap.engine.step_graph import GraphMemory, StepGraph
 from layertap.engine.taps import Taps
 from layertap.engine.verifier import Verifier
 from layertap.layers import ServedLayers
@@ -79,7 +81,7 @@ class ModelRunner:
         verifier.allocate((num_blocks + 1) * block_size)
         self.draft: DraftModel | None = None
         self._slot_mapping: torch.Tensor | None = None
-        self._graph: StepGraph | None = None
+        self.recorded = RecordedSteps()
         self.least_tokens = 1
         """A smaller step is filled up. Compiled layers want two: for one they are compiled once more."""
         if served is not None:
@@ -149,11 +151,31 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record(self, num_tokens: int) -> None:
-        """Record the step of this size; steps of about this size are replayed from now on.
+        """Record the step of this size, and smaller ones that are worth it; steps of about these sizes are
+        replayed from now on.
 
         Raises:
-            RuntimeError: it cannot be recorded, or a replay does not give what the step gives.
+            RuntimeError: it cannot be recorded, or a replay does not give what the step gives. Those that
+                were recorded before stay.
         """
+        cuda = self.device.type == "cuda"
+        memory = GraphMemory(self.device) if cuda else None
+        replayed = self._record(num_tokens, memory)
+        if not cuda:
+            return
+        self.recorded.token_seconds = replayed / num_tokens
+        self.recorded.launch_seconds = self._launch_seconds()
+        for size in self.recorded.smaller_sizes(num_tokens):
+            self._record(size, memory)
+
+    def _launch_seconds(self) -> float:
+        torch.cuda.synchronize(self.device)
+        begun = time.monotonic()
+        self._run_padding(_WARM_UP_TOKENS[0], logits=False)
+        return time.monotonic() - begun
+
+    def _record(self, num_tokens: int, memory: GraphMemory | None) -> float:
+        """Record one step, and compare a replay. Returns the replay's seconds."""
         outputs: list[torch.Tensor] = []
         apart = max(1, num_tokens // _COMPARED_TOKENS)
 
@@ -167,16 +189,19 @@ class ModelRunner:
             graph = StepGraph(self.verifier, num_tokens, self._padding_slot)
             self._slot_mapping = graph.slots_T
             try:
-                graph.record()
+                graph.record(memory)
             finally:
                 self._slot_mapping = None
+            begun = time.monotonic()
             self._run_padding(num_tokens, logits=False, graph=graph)
         finally:
             hook.remove()
         d = difference(outputs[1], outputs[0])
+        seconds = time.monotonic() - begun
         if not d <= _REPLAY_TOLERANCE:
             raise RuntimeError(f"a replayed step gives another result (relative difference {d:.1e})")
-        self._graph = graph
+        self.recorded.add(graph)
+        return seconds
 
     @property
     def _padding_slot(self) -> int:
@@ -189,7 +214,7 @@ class ModelRunner:
         if self.draft is not None:
             self._taps.remove()
             self.draft = None
-        self._graph = None
+        self.recorded.clear()
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -225,7 +250,7 @@ class ModelRunner:
                 numbers.append(one)
             starts.append(starts[-1] + 1)
             ends.append(ends[-1] + 1)
-        graph = self._graph if self._graph is not None and self._graph.takes(len(ids)) else None
+        graph = self.recorded.pick(len(ids))
         slots_of_all = self._to_device(all_slots) if with_context else None
         cuda = self.device.type == "cuda"
         layout = BatchLayout(

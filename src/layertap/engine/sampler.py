@@ -63,7 +63,7 @@ class DrawnTokens:
     @property
     def there(self) -> bool:
         """:meth:`tolist` would not wait."""
-        return self._copied is None or self._copied.query()
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def tolist(self) -> list[int]:
         """The tokens, once they are there."""

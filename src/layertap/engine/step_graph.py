@@ -1,10 +1,10 @@
-"""A full step of the decoder, recorded as CUDA graphs and replayed.
+"""A step of the decoder, recorded as CUDA graphs and replayed.
 
 Launching the kernels of a step takes the host about a millisecond a layer: as long as a small model computes.
-A step that is full has always the same shapes, all but attention's. So everything between two attentions is
+Steps of one size have always the same shapes, all but attention's. So everything between two attentions is
 recorded once as a graph; a replay launches a graph, an attention, the next graph, and so on.
 
-Shapes: 1 a batch of one, T tokens of a full step, Q query heads, K key/value heads, D key dim, V value dim.
+Shapes: 1 a batch of one, T tokens of the step, Q query heads, K key/value heads, D key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from layertap.engine.attention import AttentionLayer, BatchLayout
 
 if TYPE_CHECKING:
     from layertap.engine.verifier import Verifier
-
-_MOST_PADDING = 64  # at most one token in so many is padding, which costs as much as a real one
 
 
 class _Recording(threading.local):
@@ -59,6 +57,14 @@ class _Attention:
         self.layer(self.q[:, :, :n], self.k[:, :, :n], self.v[:, :, :n], self.out[:, :n])
 
 
+class GraphMemory:
+    """What recorded steps compute in: the same for all of them, as only one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+
+
 class StepGraph:
     """The decoder over ``num_tokens`` tokens. Its layers are compiled, and have run at this size before.
 
@@ -80,14 +86,13 @@ class StepGraph:
         self._output: Any = None
         self.num_replays = 0
 
-    def takes(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens is worth being filled up."""
-        return num_tokens <= self.num_tokens <= num_tokens + self.num_tokens // _MOST_PADDING
-
     # --- recording ----------------------------------------------------------------------------------------
 
-    def record(self) -> None:
+    def record(self, memory: GraphMemory | None) -> None:
         """Record the decoder's forward. Nothing is computed.
+
+        Args:
+            memory: that this step shares with others; None: it gets its own.
 
         Raises:
             RuntimeError: it does something that cannot be recorded.
@@ -98,10 +103,11 @@ class StepGraph:
         gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        self._pool = torch.cuda.graph_pool_handle()
+        memory = memory or GraphMemory(device)
+        self._pool = memory.pool
         _recording.graph = self
         try:
-            with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(memory.stream):
                 self._begin()
                 try:
                     self._output = verifier.decoder.forward(**arguments)
