@@ -4,9 +4,8 @@
 
 A GPU that multiplies for seconds runs into its power limit and slows down, and what a kernel reads and
 writes costs power too; so a few calls of each product say little. Here each variant runs for ``--seconds``,
-the variants take turns for ``--rounds``, and the result is the median time of a call. Variants that need a
-package which is not installed (``quack-kernels``) are left out with the reason. Every variant's result is
-compared with the first one's.
+the variants take turns for ``--rounds``, and the result is the median time of a call. Every variant's result
+is compared with the first one's.
 """
 
 from __future__ import annotations
@@ -24,23 +23,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from layertap.kernels.fused_product import gated_product, product_plus
+
 Variant = Callable[[], torch.Tensor]
 
 
+def norm(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 def with_residual(x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor) -> dict[str, Variant]:
-    """``residual + x @ w.T``"""
-    add = torch.compile(lambda a, b: a + b, dynamic=True)
-    variants: dict[str, Variant] = {
-        "product, then a kernel that adds": lambda: add(residual, F.linear(x, w)),
-        "addmm": lambda: torch.addmm(residual, x, w.T),
+    """``norm(residual + x @ w.T)``, as it is between two parts of a layer."""
+    add_and_norm = torch.compile(lambda a, b: (a + b, norm(a + b)), dynamic=True)
+    only_norm = torch.compile(norm, dynamic=True)
+    return {
+        "product, then a kernel that adds and norms": lambda: add_and_norm(residual, F.linear(x, w))[1],
+        "addmm, then the norm": lambda: only_norm(torch.addmm(residual, x, w.T)),
+        "fused product, then the norm": lambda: only_norm(product_plus(x, w, residual)),
     }
-    try:
-        from quack.gemm_interface import gemm_add
-    except ImportError as error:
-        print(f"left out: quack gemm_add ({error})")
-    else:
-        variants["quack gemm_add"] = lambda: gemm_add(x, w.T, residual)
-    return variants
 
 
 def gated(x: torch.Tensor, w: torch.Tensor) -> dict[str, Variant]:
@@ -48,20 +49,12 @@ def gated(x: torch.Tensor, w: torch.Tensor) -> dict[str, Variant]:
     half = w.shape[0] // 2
     gate, up = w[:half], w[half:]
     act = torch.compile(lambda g, u: F.silu(g) * u, dynamic=True)
-    variants: dict[str, Variant] = {
+    in_turns = torch.stack([gate, up], dim=1).flatten(0, 1)
+    return {
         "two products, then a kernel": lambda: act(F.linear(x, gate), F.linear(x, up)),
         "one product, then a kernel": lambda: act(*F.linear(x, w).chunk(2, dim=-1)),
+        "fused product": lambda: gated_product(x, in_turns),
     }
-    try:
-        from quack.gemm_interface import gemm_gated
-    except ImportError as error:
-        print(f"left out: quack gemm_gated ({error})")
-    else:
-        for tuned in (True, False):
-            variants[f"quack gemm_gated, tuned={tuned}"] = lambda tuned=tuned: gemm_gated(  # type: ignore[misc]
-                x, w.T, activation="swiglu", store_preact=False, tuned=tuned, concat_layout=("B",)
-            )[1]
-    return variants
 
 
 def attention_inputs(x: torch.Tensor, w: torch.Tensor, sizes: list[int]) -> dict[str, Variant]:
