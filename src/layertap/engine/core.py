@@ -63,24 +63,23 @@ class EngineCore:
         self.config = config
         self.start_phases = StartPhases()
         self.device = pick_device(config)
-        device_start = DeviceStart(self.device)
         self.start_phases.end("device")
         if self.device.type == "cpu":
             keep_freed_memory()
         source = loader.prepare_source(config.model)
         self.hf_path = source.path
         """Folder or hub id that ``transformers`` reads the model from."""
-        hf_config = loader.load_config(source, config)
-        total = loader.num_hidden_layers(hf_config)
-        self.served = (
-            ServedLayers(parse_layers(config.layers, total), total) if config.layers is not None else None
-        )
-        self.start_phases.end("configuration")
-        self.tokenizer = loader.load_tokenizer(config, source)
-        self.start_phases.end("tokenizer")
-        loader.model_class(hf_config)  # imports what defines it
-        self.start_phases.end("model's class")
-        device_start.wait()
+        with DeviceStart(self.device):
+            hf_config = loader.load_config(source, config)
+            total = loader.num_hidden_layers(hf_config)
+            self.served = (
+                ServedLayers(parse_layers(config.layers, total), total) if config.layers is not None else None
+            )
+            self.start_phases.end("configuration")
+            self.tokenizer = loader.load_tokenizer(config, source)
+            self.start_phases.end("tokenizer")
+            loader.model_class(hf_config)  # imports what defines it
+            self.start_phases.end("model's class")
         self.start_phases.end("the device's own start")
         keep = max(1, self.served.highest) if self.served is not None and config.extract_only else total
         self.verifier: Verifier = load_verifier(

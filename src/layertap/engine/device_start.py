@@ -15,7 +15,8 @@ logger = logging.getLogger("layertap")
 
 
 class DeviceStart:
-    """Begins at once, in a thread of its own; :meth:`wait` before the device is needed."""
+    """Begins at once, in a thread of its own, and is done when the block that it is the context of ends,
+    after an error too: a program must not end while its GPU starts."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -24,8 +25,11 @@ class DeviceStart:
             self._thread = threading.Thread(target=self._run, name="layertap-device-start", daemon=True)
             self._thread.start()
 
-    def wait(self) -> None:
-        """Until it is done. Where something failed, whoever needs it will say so."""
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        """Where something failed, whoever needs it will say so."""
         if self._thread is not None:
             self._thread.join()
 
