@@ -38,5 +38,5 @@ def test_what_cannot_be_recorded_is_launched(
     error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     """An attention outside a compiled layer (where it was compiled too often, say) finds no layout."""
-    _record(Mock(record=Mock(side_effect=error)), 64)
+    _record(Mock(record=Mock(side_effect=error), recorded=Mock(graphs=[])), 64)
     assert "launched kernel by kernel" in caplog.text
