@@ -84,6 +84,12 @@ def traced(function: Callable[..., Any], *args: Any) -> tuple[int, torch.Tensor]
     return sum(counts), out
 
 
+def in_place_between(x: torch.Tensor, w: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    y = F.linear(x, w)
+    x.mul_(0.5)
+    return r + y
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -97,6 +103,7 @@ def traced(function: Callable[..., Any], *args: Any) -> tuple[int, torch.Tensor]
         (lambda x, w, r, b: torch.add(r, F.linear(x, w), alpha=2), 0),
         (lambda x, w, r, b: (p := F.linear(x, w)) + p, 0),
         (lambda x, w, r, b: (p := F.linear(x, w)) + r * p.sum(), 0),
+        (lambda x, w, r, b: in_place_between(x.clone(), w, r), 0),
         (lambda x, w, r, b: r.clone().add_(F.linear(x, w)), 0),
     ],
 )

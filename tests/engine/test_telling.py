@@ -28,7 +28,7 @@ def test_a_record_is_told_of_before_the_step_that_runs_meanwhile_is_looked_at(
         finalize(self, step)
 
     def note_finish(self: EngineCore, request: Any) -> None:
-        events.append(("told", len(request.prompt_token_ids) // 8))
+        events.append(("told", request.prompt_token_ids[0]))
         finish(self, request)
 
     def slowly(self: FileWriter) -> str:
@@ -49,11 +49,11 @@ def test_a_record_is_told_of_before_the_step_that_runs_meanwhile_is_looked_at(
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     llm = make_llm(
-        tiny("llama"), layers=[1], kv_transfer_config=connector, max_num_batched_tokens=16, max_num_seqs=1
+        tiny("llama"), layers=[1], kv_transfer_config=connector, max_num_batched_tokens=16, max_num_seqs=4
     )
     outputs = llm.generate(
-        [list(range(3, 11)), list(range(3, 19))],
+        [list(range(i, i + 16)) for i in (1, 2, 3)],
         SamplingParams(max_tokens=1, temperature=0, detokenize=False),
     )
-    assert len(outputs) == 2
+    assert len(outputs) == 3
     assert events.index(("told", 1)) < events.index(("looked at", 2))

@@ -238,13 +238,16 @@ class Producer:
         gather: Gather = CudaGather(self.cache) if self.cache.is_cuda else CpuGather(self.cache)
         while tasks := self._take(gather):
             counted = self._counts(tasks[0], gather)
-            if len(tasks) == 1 and not counted:
-                self._deliver(tasks[0], gather)
-            else:
-                self._deliver_together(tasks, gather)
-            if counted:
-                with self._changed:
-                    self._together -= 1
+            try:
+                if len(tasks) == 1 and not counted:
+                    self._deliver(tasks[0], gather)
+                else:
+                    self._deliver_together(tasks, gather)
+            finally:
+                if counted:
+                    with self._changed:
+                        self._together -= 1
+                        self._work.notify()
 
     def _counts(self, task: _Task, gather: Gather) -> bool:
         """Whether it is one of the small jobs of which only so many threads take some."""

@@ -227,8 +227,8 @@ class EngineCore:
     def _tell_until_computed(self, step: _Launched) -> None:
         """While a step runs, tell of the records that are stored meanwhile: whoever waits for one may send
         the next prompt in time for the next step but one."""
-        if self.connector is None or step.tokens is None:
-            return
+        if self.connector is None or step.tokens is None or len(self._launched) < 2:
+            return  # with nothing launched behind it, its end is not to be noticed late
         while self._leaving and not step.tokens.there:
             self.connector.wait(_LOOK_SECONDS)
             self._collect()

@@ -109,7 +109,7 @@ def product_plus(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) 
 
         residual_TN = residual.reshape(rows.shape[0], -1).contiguous()
         return fused_product.product_plus(rows.contiguous(), weight, residual_TN).view(residual.shape)
-    return residual + F.linear(x, weight)
+    return (residual + F.linear(x, weight)).contiguous()
 
 
 def _gated_shape(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,11 @@ def _fuse_residual(graph: fx.Graph, product: fx.Node) -> bool:
     if bias is not None or len(product.users) != 1:
         return False
     addition = next(iter(product.users))
+    if addition is not product.next:
+        return False  # what stands between may change x in place, and the product would be taken later
     if addition.op != "call_function" or addition.target not in _ADDITIONS or addition.kwargs:
+        return False
+    if len(addition.args) != 2:
         return False
     first, second = addition.args
     residual = second if first is product else first

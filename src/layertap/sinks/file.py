@@ -94,12 +94,12 @@ class FileSink(Sink):
             try:
                 files[i] = self._file(record)
                 results.append(files[i].final)
-            except InvalidInputError as refused:
-                results.append(refused)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others are written
+                results.append(error)
         errors = native_files.publish(list(files.values()), self._threads, self.fsync)
-        for (i, file), error in zip(files.items(), errors, strict=True):
-            if error:
-                results[i] = OSError(error, os.strerror(error), file.final)
+        for (i, file), code in zip(files.items(), errors, strict=True):
+            if code:
+                results[i] = OSError(code, os.strerror(code), file.final)
         if self.fsync and not all(errors):
             _sync_folder(str(self.storage_path))
         return results
