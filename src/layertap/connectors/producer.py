@@ -237,9 +237,9 @@ class Producer:
     def _run(self) -> None:
         gather: Gather = CudaGather(self.cache) if self.cache.is_cuda else CpuGather(self.cache)
         while tasks := self._take(gather):
-            counted = self._counts(tasks[0], gather)
+            counted = len(tasks) > 1 and self._counts(tasks[0], gather)
             try:
-                if len(tasks) == 1 and not counted:
+                if len(tasks) == 1:
                     self._deliver(tasks[0], gather)
                 else:
                     self._deliver_together(tasks, gather)
@@ -252,7 +252,7 @@ class Producer:
     def _counts(self, task: _Task, gather: Gather) -> bool:
         """Whether it is one of the small jobs of which only so many threads take some."""
         row = row_bytes(task.job.selection, gather)
-        return self.sink.publishes_together and 0 < 2 * task.num_rows * row <= self.ring.chunk_bytes
+        return self.sink.publishes_together and 0 < 4 * task.num_rows * row <= self.ring.chunk_bytes
 
     def _take(self, gather: Gather) -> list[_Task]:
         """The next job, and with it small ones that are gathered alike; this thread's share of them.
@@ -274,7 +274,6 @@ class Producer:
                 self._work.wait()
             first = self._queue.popleft()
             counts = self._counts(first, gather)
-            self._together += counts
             tasks = [first]
             kind = (first.job.selection.columns, first.job.selection.dtype)
             row = row_bytes(first.job.selection, gather)
@@ -294,6 +293,8 @@ class Producer:
                 if not task.cancelled:
                     tasks.append(task)
                     rows += task.num_rows
+            # One alone, among others of another kind, say, is no reason for others to wait.
+            self._together += counts and len(tasks) > 1
             for task in tasks:
                 task.started = True
             if self._queue:
