@@ -101,7 +101,13 @@ class FileSink(Sink):
             if code:
                 results[i] = OSError(code, os.strerror(code), file.final)
         if self.fsync and not all(errors):
-            _sync_folder(str(self.storage_path))
+            try:
+                _sync_folder(str(self.storage_path))
+            except OSError as error:
+                for i, result in enumerate(results):
+                    if isinstance(result, str):  # its name may be lost: it is not published
+                        Path(result).unlink(missing_ok=True)
+                        results[i] = error
         return results
 
     def _file(self, record: WholeRecord) -> native_files.WholeFile:

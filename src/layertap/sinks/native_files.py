@@ -89,7 +89,7 @@ def publish(files: Sequence[WholeFile], threads: int, sync: bool) -> list[int]:
     kept = []
     for record, file in zip(records, files, strict=True):
         names = [ctypes.c_char_p(os.fsencode(name)) for name in (file.temporary, file.final)]
-        front = (ctypes.c_char * len(file.front)).from_buffer(file.front)
+        front = ctypes.c_char.from_buffer(file.front)
         kept.append((names, front))
         record.temporary, record.final = (ctypes.cast(name, ctypes.c_void_p) for name in names)
         record.front, record.front_bytes = ctypes.addressof(front), len(file.front)
