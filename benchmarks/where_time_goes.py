@@ -124,7 +124,11 @@ def gpu_gaps(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
 
 def gpu_busy(events: list[dict[str, Any]]) -> float | None:
     """Share of the time from the first to the last kernel in which at least one kernel or copy ran."""
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in _ON_GPU)
+    spans = sorted(
+        (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("cat") in _ON_GPU
+    )
     if not spans:
         return None
     busy, end = 0.0, spans[0][0]

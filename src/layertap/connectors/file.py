@@ -28,5 +28,11 @@ class FileConnector(ProducingConnector):
     }
 
     def make_sink(self, options: Mapping[str, Any]) -> FileSink:
-        beside = options["num_writer_threads"] if self.engine_info.device.type == "cuda" else 0
-        return FileSink(options["shared_storage_path"], options["fsync"], helpers=beside, threads=beside)
+        return file_sink(options, self.engine_info.device.type == "cuda")
+
+
+def file_sink(options: Mapping[str, Any], on_gpu: bool) -> FileSink:
+    """The sink for a connector's checked options. A GPU makes more than its writer threads write by
+    themselves."""
+    beside = options["num_writer_threads"] if on_gpu else 0
+    return FileSink(options["shared_storage_path"], options["fsync"], helpers=beside, threads=beside)

@@ -236,8 +236,10 @@ class Producer:
 
     def _run(self) -> None:
         gather: Gather = CudaGather(self.cache) if self.cache.is_cuda else CpuGather(self.cache)
-        while tasks := self._take(gather):
-            counted = len(tasks) > 1 and self._counts(tasks[0], gather)
+        while True:
+            tasks, counted = self._take(gather)
+            if not tasks:
+                return
             try:
                 if len(tasks) == 1:
                     self._deliver(tasks[0], gather)
@@ -249,38 +251,39 @@ class Producer:
                         self._together -= 1
                         self._work.notify()
 
-    def _counts(self, task: _Task, gather: Gather) -> bool:
-        """Whether it is one of the small jobs of which only so many threads take some."""
+    def _is_small(self, task: _Task, gather: Gather) -> bool:
+        """Whether it is a job for few threads: for a sink that publishes many such in one call."""
         row = row_bytes(task.job.selection, gather)
         return self.sink.publishes_together and 0 < 4 * task.num_rows * row <= self.ring.chunk_bytes
 
-    def _take(self, gather: Gather) -> list[_Task]:
+    def _take(self, gather: Gather) -> tuple[list[_Task], bool]:
         """The next job, and with it small ones that are gathered alike; this thread's share of them.
 
         Returns:
-            Nothing when there will be no job any more.
+            Jobs, none when there will be none any more; and whether they count in ``_together`` until they
+            are delivered.
         """
         with self._changed:
             while True:
                 while self._queue and self._queue[0].cancelled:
                     self._queue.popleft()  # reported already
                 if self._queue and not (
-                    self._together >= _TOGETHER_THREADS and self._counts(self._queue[0], gather)
+                    self._together >= _TOGETHER_THREADS and self._is_small(self._queue[0], gather)
                 ):
                     break
                 if self._closed and not self._queue:
                     self._work.notify_all()
-                    return []
+                    return [], False
                 self._work.wait()
             first = self._queue.popleft()
-            counts = self._counts(first, gather)
+            small = self._is_small(first, gather)
             tasks = [first]
             kind = (first.job.selection.columns, first.job.selection.dtype)
             row = row_bytes(first.job.selection, gather)
             rows, most_rows = first.num_rows, self.ring.chunk_bytes // row
-            threads = min(_TOGETHER_THREADS, len(self._threads)) if counts else len(self._threads)
+            threads = min(_TOGETHER_THREADS, len(self._threads)) if small else len(self._threads)
             share = -(-(len(self._queue) + 1) // threads)
-            share = min(_MOST_TOGETHER, max(share, _WORTH_SHARING) if counts else share)
+            share = min(_MOST_TOGETHER, max(share, _WORTH_SHARING) if small else share)
             tiny_bytes = _TINY_BYTES if self.sink.keeps_rows else 0
             while self._queue and first.num_rows:
                 task = self._queue[0]
@@ -294,12 +297,13 @@ class Producer:
                     tasks.append(task)
                     rows += task.num_rows
             # One alone, among others of another kind, say, is no reason for others to wait.
-            self._together += counts and len(tasks) > 1
+            counted = small and len(tasks) > 1
+            self._together += counted
             for task in tasks:
                 task.started = True
             if self._queue:
                 self._work.notify()
-        return tasks
+        return tasks, counted
 
     def _deliver(self, task: _Task, gather: Gather) -> None:
         transfer = Transfer(task.job, gather, self.sink, task.given_up)

@@ -223,15 +223,10 @@ class Transfer:
             Exception: whatever the sink raises.
         """
         assert self._writer is not None
-        if not sound:
-            self._check(chunk, self._kept[self.num_rows :], self.dtype)
-        if self._given_up():
-            raise Cancelled
+        self._admit(chunk, sound)
         begun = time.monotonic()
         (self._writer.keep if own else self._writer.write)(chunk.hidden, chunk.scales)
         self.write_seconds += time.monotonic() - begun
-        self.num_rows += chunk.hidden.shape[0]
-        self.num_bytes += chunk.hidden.numel() * self.dtype.itemsize
 
     def whole(self, chunk: Chunk, sound: bool) -> WholeRecord:
         """All rows at once, checked, for :meth:`Sink.publish`.
@@ -241,14 +236,18 @@ class Transfer:
             Cancelled: the job was given up.
         """
         assert self._spec is not None
-        if not sound:
-            self._check(chunk, self._kept, self.dtype)
-        if self._given_up():
-            raise Cancelled
-        self.num_rows = chunk.hidden.shape[0]
-        self.num_bytes = chunk.hidden.numel() * self.dtype.itemsize
+        self._admit(chunk, sound)
         self.check_whole()
         return WholeRecord(self._spec, chunk.hidden, chunk.scales)
+
+    def _admit(self, chunk: Chunk, sound: bool) -> None:
+        """Check the next rows, and count them."""
+        if not sound:
+            self._check(chunk, self._kept[self.num_rows :], self.dtype)
+        if self._given_up():
+            raise Cancelled
+        self.num_rows += chunk.hidden.shape[0]
+        self.num_bytes += chunk.hidden.numel() * self.dtype.itemsize
 
     def check_whole(self) -> None:
         """All rows have been put.

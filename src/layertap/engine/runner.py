@@ -158,23 +158,20 @@ class ModelRunner:
             RuntimeError: it cannot be recorded, or a replay does not give what the step gives. Those that
                 were recorded before stay.
         """
-        cuda = self.device.type == "cuda"
-        memory = GraphMemory(self.device) if cuda else None
-        replayed = self._record(num_tokens, memory)
-        if not cuda:
-            return
-        self.recorded.token_seconds = replayed / num_tokens
+        memory = GraphMemory(self.device)
+        self.recorded.token_seconds = self._record(num_tokens, memory) / num_tokens
         self.recorded.launch_seconds = self._launch_seconds()
         for size in self.recorded.smaller_sizes(num_tokens):
             self._record(size, memory)
 
     def _launch_seconds(self) -> float:
-        torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         begun = time.monotonic()
         self._run_padding(_WARM_UP_TOKENS[0], logits=False)
         return time.monotonic() - begun
 
-    def _record(self, num_tokens: int, memory: GraphMemory | None) -> float:
+    def _record(self, num_tokens: int, memory: GraphMemory) -> float:
         """Record one step, and compare a replay. Returns the replay's seconds."""
         outputs: list[torch.Tensor] = []
         apart = max(1, num_tokens // _COMPARED_TOKENS)

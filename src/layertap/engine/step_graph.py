@@ -10,6 +10,7 @@ Shapes: 1 a batch of one, T tokens of the step, Q query heads, K key/value heads
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 from collections.abc import Iterator
@@ -61,8 +62,15 @@ class GraphMemory:
     """What recorded steps compute in: the same for all of them, as only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.pool = torch.cuda.graph_pool_handle()
+        self._device = device
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @functools.cached_property
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
 
 
 class StepGraph:
@@ -88,11 +96,11 @@ class StepGraph:
 
     # --- recording ----------------------------------------------------------------------------------------
 
-    def record(self, memory: GraphMemory | None) -> None:
+    def record(self, memory: GraphMemory) -> None:
         """Record the decoder's forward. Nothing is computed.
 
         Args:
-            memory: that this step shares with others; None: it gets its own.
+            memory: that this step shares with others.
 
         Raises:
             RuntimeError: it does something that cannot be recorded.
@@ -103,7 +111,6 @@ class StepGraph:
         gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        memory = memory or GraphMemory(device)
         self._pool = memory.pool
         _recording.graph = self
         try:

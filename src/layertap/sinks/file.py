@@ -100,14 +100,12 @@ class FileSink(Sink):
         for (i, file), code in zip(files.items(), errors, strict=True):
             if code:
                 results[i] = OSError(code, os.strerror(code), file.final)
-        if self.fsync and not all(errors):
+        named = [result for result in results if isinstance(result, str)]
+        if self.fsync and named:
             try:
-                _sync_folder(str(self.storage_path))
+                _sync_names(named)
             except OSError as error:
-                for i, result in enumerate(results):
-                    if isinstance(result, str):  # its name may be lost: it is not published
-                        Path(result).unlink(missing_ok=True)
-                        results[i] = error
+                return [error if isinstance(result, str) else result for result in results]
         return results
 
     def _file(self, record: WholeRecord) -> native_files.WholeFile:
@@ -234,7 +232,7 @@ class FileWriter(RecordWriter):
         os.close(fd)
         os.rename(self._temporary, self._final)
         if self._fsync:
-            _sync_folder(os.path.dirname(self._final))
+            _sync_names([self._final])
         return self._final
 
     def abort(self) -> None:
@@ -273,6 +271,16 @@ def _pwrite(fd: int, parts: list[memoryview], position: int) -> None:
             written -= len(parts.pop(0))
         if parts:
             parts[0] = parts[0][written:]
+
+
+def _sync_names(finals: Sequence[str]) -> None:
+    """Flush the names that files of one folder have got. If that fails they may be lost, so the files go."""
+    try:
+        _sync_folder(os.path.dirname(finals[0]))
+    except OSError:
+        for final in finals:
+            Path(final).unlink(missing_ok=True)
+        raise
 
 
 def _sync_folder(path: str) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from layertap.connectors.file import file_sink
 from layertap.connectors.job import Completion, Job
 from layertap.connectors.producer import Producer
 from layertap.errors import ExtractionError, InvalidInputError
-from layertap.sinks.file import FileSink
 from layertap.vllm.plan import CachePlan
 from layertap.vllm.publication import Publication
 
@@ -49,10 +49,7 @@ class CacheWriter:
 
     def __init__(self, cache: torch.Tensor, plan: CachePlan, options: Mapping[str, Any]) -> None:
         self.publication = Publication(options["use_synchronization_lock"])
-        beside = options["num_writer_threads"] if cache.is_cuda else 0
-        self._sink = FileSink(
-            options["shared_storage_path"], options["fsync"], helpers=beside, threads=beside
-        )
+        self._sink = file_sink(options, cache.is_cuda)
         self.producer = Producer(
             cache,
             self._sink,
