@@ -16,10 +16,10 @@ def step():
     blocks = [torch.ones(20 << 20, dtype=torch.uint8) for _ in range(8)]
 for _ in range(3):
     step()
-before = psutil.Process().memory_info().rss
+before = psutil.Process().memory_info().data  # not rss: a machine short of memory takes pages away
 step()
 blocks = [torch.ones(20 << 20, dtype=torch.uint8) for _ in range(8)]
-during = psutil.Process().memory_info().rss
+during = psutil.Process().memory_info().data
 print(kept, before, during)
 """
 
@@ -38,7 +38,7 @@ def test_a_step_needs_no_new_pages_for_what_the_last_one_freed() -> None:
     for _ in range(3):  # left to itself the library gives back nothing, or all 160 MiB, as the addresses fall
         kept, added = child("keep")
         assert kept
-        assert added < 80  # most often nothing; once two of the eight blocks, in a busy test run
+        assert added < 5
 
 
 @pytest.mark.parametrize(
