@@ -137,3 +137,17 @@ def test_a_failed_step_leaves_nothing_to_be_found() -> None:
     out = scheduler.schedule()
     scheduler.forget_unfilled(out)
     assert pool.find(request.hashes(BLOCK)) == []
+
+
+def test_a_step_is_full_by_tokens_or_by_sequences() -> None:
+    rng = random.Random(0)
+    scheduler = Scheduler(BlockPool(100, False), BLOCK, 16, 3)
+    assert not scheduler.has_full_step
+    scheduler.add(make_request("a", 10, 1, rng))
+    assert not scheduler.has_full_step
+    scheduler.add(make_request("b", 7, 1, rng))
+    assert scheduler.has_full_step, "17 tokens for 16"
+    assert scheduler.schedule().total_num_scheduled_tokens == 16
+    assert not scheduler.has_full_step, "one token of b is left"
+    scheduler.add(make_request("c", 2, 1, rng))
+    assert scheduler.has_full_step, "three sequences are as many as may run"

@@ -1,4 +1,4 @@
-"""Records that are stored while a step runs are told of at once, not when the step has ended."""
+"""While a step runs: records that are stored are told of at once, and a step that is not full waits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from layertap import LLM, SamplingParams
 from layertap.engine.core import EngineCore
 from layertap.engine.sampler import DrawnTokens
+from layertap.engine.step_clock import StepClock
 from layertap.sinks.file import FileWriter
 
 
@@ -57,3 +58,22 @@ def test_a_record_is_told_of_before_the_step_that_runs_meanwhile_is_looked_at(
     )
     assert len(outputs) == 3
     assert events.index(("told", 1)) < events.index(("looked at", 2))
+
+
+def test_a_step_that_is_not_full_waits_while_there_is_time(
+    make_llm: Callable[..., LLM], tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(tiny("llama"), layers=[1], max_num_batched_tokens=64, max_num_seqs=8)
+    core = llm._core
+    begun = core.num_steps
+
+    def spare(self: StepClock) -> float:
+        return 0.001 if core.scheduler.waiting and not core.scheduler.running else 0.0
+
+    monkeypatch.setattr(StepClock, "seconds_to_spare", spare)  # as while a GPU computes
+    outputs = llm.generate(
+        [list(range(i, i + 16)) for i in (1, 2, 3, 4)],
+        SamplingParams(max_tokens=1, temperature=0, detokenize=False),
+    )
+    assert len(outputs) == 4
+    assert core.num_steps == begun + 1, "all four, which fill a step, went together"

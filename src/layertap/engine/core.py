@@ -30,6 +30,7 @@ from layertap.engine.runner import ModelRunner, StepLogits
 from layertap.engine.sampler import DrawnTokens, sample
 from layertap.engine.scheduler import Scheduler, SchedulerOutput
 from layertap.engine.start_phases import StartPhases
+from layertap.engine.step_clock import StepClock
 from layertap.engine.verifier import Verifier, load_verifier, pick_device
 from layertap.errors import ExtractionError, InvalidInputError
 from layertap.layers import ServedLayers, parse_layers
@@ -39,7 +40,7 @@ logger = logging.getLogger("layertap")
 
 _CPU_STEP_TOKENS = 4096
 _CUDA_STEP_TOKENS = 16384
-_LOOK_SECONDS = 0.002  # between looks at whether a step has ended, while records are being stored
+_LOOK_SECONDS = 0.002  # between looks at whether a step has ended
 
 
 @dataclass(slots=True)
@@ -49,6 +50,11 @@ class _Launched:
     output: SchedulerOutput
     logits: StepLogits
     tokens: DrawnTokens | None
+
+    @property
+    def there(self) -> bool:
+        """Looking at it would not wait."""
+        return self.tokens is None or self.tokens.there
 
 
 class EngineCore:
@@ -147,6 +153,7 @@ class EngineCore:
         self._pinned: dict[str, Request] = {}
         """Requests whose blocks the connector still reads."""
         self._launched: deque[_Launched] = deque()
+        self._clock = StepClock()
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.start_phases.end("connector")
@@ -210,6 +217,12 @@ class EngineCore:
             False if nothing could be done now: the caller may wait on the connector.
         """
         progressed = self._collect()
+        self._clock.look()
+        if self._gains_by_waiting():
+            self._pause()
+            while self._launched and self._launched[0].there:
+                self._finalize(self._launched.popleft())
+            return True
         output = self.scheduler.schedule()
         for request in output.preempted:
             logger.debug("request %s was preempted", request.request_id)
@@ -220,18 +233,33 @@ class EngineCore:
         keep = 1 if output.scheduled and self._may_lag(output) else 0
         while len(self._launched) > keep:
             self._tell_until_computed(self._launched[0])
+            waits = not self._launched[0].there
             self._finalize(self._launched.popleft())
+            self._clock.look(waits)
             progressed = True
         return progressed
+
+    def _gains_by_waiting(self) -> bool:
+        """Whether the next step would not be full, and there is time: others may arrive and go with it."""
+        return self._clock.seconds_to_spare() > 0 and not self.scheduler.has_full_step
+
+    def _pause(self) -> None:
+        """For news, or a moment."""
+        seconds = min(_LOOK_SECONDS, self._clock.seconds_to_spare())
+        if self.connector is not None and self._leaving:
+            self.connector.wait(seconds)
+        else:
+            time.sleep(seconds)
 
     def _tell_until_computed(self, step: _Launched) -> None:
         """While a step runs, tell of the records that are stored meanwhile: whoever waits for one may send
         the next prompt in time for the next step but one."""
         if self.connector is None or step.tokens is None or len(self._launched) < 2:
             return  # with nothing launched behind it, its end is not to be noticed late
-        while self._leaving and not step.tokens.there:
+        while self._leaving and not step.there:
             self.connector.wait(_LOOK_SECONDS)
             self._collect()
+            self._clock.look()
 
     def wait(self, timeout: float) -> None:
         """Sleep until the connector may have made progress."""
@@ -245,6 +273,7 @@ class EngineCore:
         )
 
     def _launch(self, output: SchedulerOutput) -> None:
+        begun = time.monotonic()
         if self.connector is not None:
             self.connector.build_connector_meta(output)
         try:
@@ -254,12 +283,13 @@ class EngineCore:
             if requests:
                 assert logits.rows is not None
                 tokens = DrawnTokens(sample(logits.rows, requests, self.generator))
-            if self.connector is not None and self.device.type == "cuda":
+            if self.device.type == "cuda":
                 # Now: when a request is found to have ended, the next step has been launched already.
                 ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 ready.record(torch.cuda.current_stream(self.device))
                 for s in output.scheduled:
                     s.request.states_ready = ready
+                self._clock.launched(output.total_num_scheduled_tokens, begun, ready.query)
         except (RuntimeError, ValueError, IndexError, MemoryError) as e:
             self._fail(output, e)
             return

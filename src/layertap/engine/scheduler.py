@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -65,6 +66,18 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def has_full_step(self) -> bool:
+        """Whether the next step, without what may still arrive, has as many tokens or sequences as a step can
+        have. Tokens that a prefix cache may hold count."""
+        tokens = sum(r.num_tokens - r.num_computed_tokens for r in self.running)
+        room = self.max_num_seqs - len(self.running)
+        for request in itertools.islice(self.waiting, room):
+            if tokens >= self.max_num_batched_tokens:
+                break
+            tokens += request.num_tokens
+        return tokens >= self.max_num_batched_tokens or len(self.waiting) >= room
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)

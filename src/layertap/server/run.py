@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from layertap.config import EngineConfig, check_engine_name, layers_of_speculati
 from layertap.connectors.memory import MemoryConnector
 from layertap.connectors.registry import connector_class
 from layertap.connectors.transfer_config import KVTransferConfig
+from layertap.engine.verifier import pick_device
 from layertap.errors import InvalidInputError
 from layertap.layers import format_layers
 from layertap.server.app import build_app
@@ -109,8 +111,13 @@ def build_service(args: argparse.Namespace) -> Service:
 
 
 def _engine(config: EngineConfig, transfer: KVTransferConfig | None) -> tuple[AsyncEngine, Any]:
-    """The engine, or engines, and a tokenizer for the HTTP side."""
-    if config.data_parallel_size == 1:
+    """The engine, or engines, and a tokenizer for the HTTP side.
+
+    An engine on a GPU has a process of its own: the thread that feeds the GPU and the one that speaks HTTP
+    would hold each other up in one interpreter. On a CPU the model's own threads have the cores anyway, and
+    one process starts sooner.
+    """
+    if config.data_parallel_size == 1 and pick_device(config).type == "cpu":
         from layertap.server.local import LocalEngine
 
         local = LocalEngine(config, transfer)
@@ -119,8 +126,10 @@ def _engine(config: EngineConfig, transfer: KVTransferConfig | None) -> tuple[As
     from layertap.server.replicas import ReplicaEngine
 
     source = loader.prepare_source(config.model)  # once, before several processes would
-    engine = ReplicaEngine(config, transfer, config.data_parallel_size)
-    return engine, loader.load_tokenizer(config, source)
+    with ThreadPoolExecutor(1) as pool:
+        tokenizer = pool.submit(loader.load_tokenizer, config, source)  # while the engines start
+        engine = ReplicaEngine(config, transfer, config.data_parallel_size)
+        return engine, tokenizer.result()
 
 
 def _template(given: str) -> str:
