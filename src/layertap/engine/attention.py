@@ -6,11 +6,9 @@ sequence so far (context + n), Q query heads, K key/value heads, D key dim, V va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -22,25 +20,6 @@ IMPLEMENTATION = "layertap"
 # Scores of one query block are materialised where no fused kernel does the job: at most this many elements
 # at a time.
 _MAX_SCORE_ELEMENTS = 1 << 25
-
-
-@dataclass(slots=True)
-class Part:
-    """Sequences of a step that follow one another and find their keys in the same place; for the
-    variable-length kernel."""
-
-    start: int
-    end: int
-    """Flat indices of their tokens."""
-    cu_seqlens_q: torch.Tensor
-    """[S + 1] int32 on the device: first token of each sequence, from ``start``, and how many there are."""
-    cu_seqlens_k: torch.Tensor
-    """[S + 1] int32 on the device: cumulative m."""
-    max_seqlen_q: int
-    max_seqlen_k: int
-    slots: torch.Tensor | None
-    """[sum of m] int64: every token of every sequence in the cache, in order; None where all keys are this
-    step's."""
 
 
 @dataclass(slots=True)
@@ -57,54 +36,18 @@ class BatchLayout:
     slots: list[torch.Tensor | None]
     """For each sequence with a context: [m] int64, the slots of all its tokens in order; None where there is
     none."""
-    parts: list[Part] = field(default_factory=list)
-    """All sequences, for the variable-length kernel."""
-    stored: list[tuple[int, int]] | None = None
-    """Flat indices, from and to, of the tokens whose keys and values are read from the cache, in this step or
-    a later one; None stores those of all."""
+    cu_seqlens_q: torch.Tensor | None = None
+    """[S + 1] int32 on the device: ``query_starts``; for the variable-length kernel."""
+    cu_seqlens_k: torch.Tensor | None = None
+    """[S + 1] int32 on the device: cumulative m."""
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    all_slots: torch.Tensor | None = None
+    """[sum of m] int64: every token of every sequence, in order; None when no sequence has a context."""
+    keep_kv: bool = True
+    """Whether a later step may read this step's keys and values: only then need they be stored."""
     arrays: cpu_attention.StepArrays | None = None
     """The same for the CPU kernel; made by the first layer that needs it."""
-
-
-def parts_of(
-    query_starts: Sequence[int],
-    contexts: Sequence[int],
-    totals: Sequence[int],
-    slots_of: Callable[[int], torch.Tensor],
-    to_device: Callable[[np.ndarray[Any, Any]], torch.Tensor],
-) -> list[Part]:
-    """A step's sequences in up to two parts: those that read keys from the cache, usually one or two that an
-    earlier step began, which come first; and those that find all keys in this step.
-
-    Args:
-        query_starts: first flat index of each sequence, and T.
-        contexts: tokens of each sequence that are in the cache.
-        totals: m of each sequence.
-        slots_of: gives the slots of the first n tokens, of all sequences' tokens in order.
-        to_device: moves an array to the device.
-    """
-    count = len(contexts)
-    cached = next((i for i, context in enumerate(contexts) if context == 0), count)
-    if any(contexts[cached:]):
-        cached = count
-    parts = []
-    for first, last in ((0, cached), (cached, count)):
-        if first == last:
-            continue
-        starts = np.asarray(query_starts[first : last + 1], dtype=np.int32)
-        lengths = totals[first:last]
-        parts.append(
-            Part(
-                start=int(starts[0]),
-                end=int(starts[-1]),
-                cu_seqlens_q=to_device(starts - starts[0]),
-                cu_seqlens_k=to_device(np.cumsum([0, *lengths], dtype=np.int32)),
-                max_seqlen_q=int(np.diff(starts).max()),
-                max_seqlen_k=max(lengths),
-                slots=slots_of(sum(lengths)) if first < cached else None,
-            )
-        )
-    return parts
 
 
 @dataclass(slots=True)
@@ -173,10 +116,9 @@ class AttentionLayer:
         assert self.value_cache is not None
         if cpu_attention.supports(self, q_1QTD):
             return cpu_attention.attend(self, layout, q_1QTD, k_1KTD, v_1KTV)
-        k_TKD, v_TKV = k_1KTD[0].transpose(0, 1), v_1KTV[0].transpose(0, 1)
-        # Every sequence's keys go in before any is read: sequences of one step may share blocks.
-        for a, b in [(0, len(k_TKD))] if layout.stored is None else layout.stored:
-            self._store(k_TKD[a:b], v_TKV[a:b], layout.slot_mapping[a:b])
+        if layout.keep_kv:
+            # Every sequence's keys go in before any is read: sequences of one step may share blocks.
+            self._store(k_1KTD[0].transpose(0, 1), v_1KTV[0].transpose(0, 1), layout.slot_mapping)
         if self._varlen(q_1QTD):
             return self._attend_varlen(layout, q_1QTD, k_1KTD, v_1KTV, out_1TQV)
         return self.attend_each(layout, q_1QTD, k_1KTD, v_1KTV)
@@ -222,23 +164,17 @@ class AttentionLayer:
     ) -> torch.Tensor:
         from layertap.engine.varlen import varlen_attention
 
-        q, k, v = (x[0].transpose(0, 1) for x in (q_1QTD, k_1KTD, v_1KTV))
-        if out_1TQV is None and len(layout.parts) > 1:
-            out_1TQV = q.new_empty(1, q.shape[0], q.shape[1], v.shape[2])
-        for part in layout.parts:
-            a, b = part.start, part.end
-            keys, values = (k[a:b], v[a:b]) if part.slots is None else self._load(part.slots)
-            given = None if out_1TQV is None else out_1TQV[0, a:b]
-            out = varlen_attention(
-                q[a:b], keys, values, part.cu_seqlens_q, part.cu_seqlens_k, part.max_seqlen_q,
-                part.max_seqlen_k, self.scale, self.window, given,
-            )  # fmt: skip
-            if given is None:
-                return out.unsqueeze(0)
-            if out.data_ptr() != given.data_ptr():  # the kernel could not put it there
-                given.copy_(out)
-        assert out_1TQV is not None
-        return out_1TQV
+        assert layout.cu_seqlens_q is not None
+        assert layout.cu_seqlens_k is not None
+        k, v = k_1KTD[0].transpose(0, 1), v_1KTV[0].transpose(0, 1)
+        if layout.all_slots is not None:
+            k, v = self._load(layout.all_slots)
+        out = varlen_attention(
+            q_1QTD[0].transpose(0, 1), k, v, layout.cu_seqlens_q, layout.cu_seqlens_k,
+            layout.max_seqlen_q, layout.max_seqlen_k, self.scale, self.window,
+            None if out_1TQV is None else out_1TQV[0],
+        )  # fmt: skip
+        return out.unsqueeze(0)
 
     def attend_each(
         self, layout: BatchLayout, q_1QTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTV: torch.Tensor

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from layertap.engine.attention import BatchLayout, parts_of
+from layertap.engine.attention import BatchLayout
 from layertap.engine.draft import DraftModel
 from layertap.engine.recorded_steps import RecordedSteps
 from layertap.engine.scheduler import ScheduledRequest
@@ -26,7 +26,6 @@ _WARM_UP_TOKENS = (211, 97, 2)
 _Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _REPLAY_TOLERANCE = 1e-2
 _COMPARED_TOKENS = 256
-_MOST_RANGES = 3  # of tokens that are stored apart: each is a kernel of its own in every layer
 _LARGEST_PRIMES = (65521, 32749, 16381, 8191, 4093, 2039, 1021, 509)
 
 
@@ -249,18 +248,22 @@ class ModelRunner:
             starts.append(starts[-1] + 1)
             ends.append(ends[-1] + 1)
         graph = self.recorded.pick(len(ids))
-        slots_of_all = self._to_device(all_slots if with_context else all_slots[:0])
+        slots_of_all = self._to_device(all_slots) if with_context else None
+        cuda = self.device.type == "cuda"
         layout = BatchLayout(
             slot_mapping=graph.slots_T[: len(ids)] if graph is not None else self._to_device(mapping),
             query_starts=starts,
             context_lens=contexts,
             slots=[
-                slots_of_all[ends[i] : ends[i + 1]] if context else None for i, context in enumerate(contexts)
+                slots_of_all[ends[i] : ends[i + 1]] if context and slots_of_all is not None else None
+                for i, context in enumerate(contexts)
             ],
-            parts=parts_of(starts, contexts, totals, lambda n: slots_of_all[:n], self._to_device)
-            if self.device.type == "cuda"
-            else [],
-            stored=None if self._prefix_caching else _stored(scheduled, starts, contexts),
+            cu_seqlens_q=self._to_device(np.asarray(starts, dtype=np.int32)) if cuda else None,
+            cu_seqlens_k=self._to_device(np.cumsum([0, *totals], dtype=np.int32)) if cuda else None,
+            max_seqlen_q=max(counts),
+            max_seqlen_k=max(totals),
+            all_slots=slots_of_all if cuda else None,
+            keep_kv=self._prefix_caching or with_context or any(_goes_on(s) for s in scheduled),
         )
         sampling = [s for s in scheduled if s.samples]
         wanted: list[int] = []
@@ -322,20 +325,6 @@ class ModelRunner:
                 sampling.append(s)
                 rows.append(logits[-1:])
         return StepLogits(sampling, torch.cat(rows) if rows else None, prompt)
-
-
-def _stored(
-    scheduled: Sequence[ScheduledRequest], starts: Sequence[int], contexts: Sequence[int]
-) -> list[tuple[int, int]] | None:
-    """Flat indices of the tokens whose keys are read from the cache; None for all of them."""
-    ranges: list[tuple[int, int]] = []
-    for i, s in enumerate(scheduled):
-        if contexts[i] or _goes_on(s):
-            if ranges and ranges[-1][1] == starts[i]:
-                ranges[-1] = (ranges[-1][0], starts[i + 1])
-            else:
-                ranges.append((starts[i], starts[i + 1]))
-    return ranges if len(ranges) <= _MOST_RANGES else None
 
 
 def _goes_on(s: ScheduledRequest) -> bool:

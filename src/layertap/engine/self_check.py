@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from layertap.engine.attention import IMPLEMENTATION, BatchLayout, parts_of
+from layertap.engine.attention import IMPLEMENTATION, BatchLayout
 from layertap.engine.plan import NotPacked, attention_implementation, set_attention_implementation
 from layertap.engine.taps import Taps
 from layertap.errors import UnsupportedModelError
@@ -240,11 +240,9 @@ def make_layout(slots: list[torch.Tensor], contexts: list[int], lengths: list[in
         query_starts=starts,
         context_lens=contexts,
         slots=[s if c else None for s, c in zip(slots, contexts, strict=True)],
-        parts=parts_of(
-            starts,
-            contexts,
-            totals,
-            lambda n: torch.cat(slots)[:n],
-            lambda array: torch.from_numpy(array).to(device),
-        ),
+        cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
+        cu_seqlens_k=torch.tensor([0, *totals], device=device).cumsum(0).to(torch.int32),
+        max_seqlen_q=max(lengths),
+        max_seqlen_k=max(totals),
+        all_slots=torch.cat(slots) if any(contexts) else None,
     )
