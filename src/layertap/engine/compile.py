@@ -19,6 +19,7 @@ from torch import nn
 from layertap.config import EngineConfig
 from layertap.engine.attention import AttentionLayer
 from layertap.engine.fused_products import fuse_residuals, takes
+from layertap.engine.fused_rope import fuse_rope
 from layertap.engine.loader import first_line
 from layertap.engine.start_phases import StartPhases
 from layertap.engine.step_graph import recording
@@ -130,7 +131,7 @@ def compile_layers(layers: nn.ModuleList) -> bool:
 def _compile_fused(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
-    if fuse_residuals(graph.graph):
+    if fuse_residuals(graph.graph) + fuse_rope(graph.graph):
         graph.recompile()
     return compile_fx(graph, inputs)
 

@@ -1,0 +1,117 @@
+"""Norm and rotary embedding as one operator: what it gives, and where it is put into a compiled layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from layertap import LLM
+from layertap.engine import compile as compiling
+from layertap.engine.fused_rope import fuse_rope
+
+PROMPTS = [[3, 5, 7, 11, 2, 9], [8, 1, 4]]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("llama", 2), ("qwen3", 2), ("gemma3", 0), ("gpt_oss", 0)])
+def test_fused_layers_give_what_the_model_gives(
+    name: str,
+    expected: int,
+    make_llm: Callable[..., LLM],
+    tiny: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gemma3 turns heads before it normalises them; gpt_oss rotates in another way."""
+    counts = []
+
+    def counted(graph: Any) -> int:
+        counts.append(fuse_rope(graph))
+        return counts[-1]
+
+    monkeypatch.setattr(compiling, "takes", lambda weight: True)
+    monkeypatch.setattr(compiling, "fuse_residuals", lambda graph: 0)
+    monkeypatch.setattr(compiling, "fuse_rope", counted)
+    plain = {
+        len(record.token_ids): record.hidden_states
+        for record in make_llm(tiny(name), layers=[0, 1, 2]).extract(PROMPTS)
+    }
+    fused = make_llm(tiny(name), layers=[0, 1, 2], enforce_eager=False)
+    for record in fused.extract(PROMPTS):
+        torch.testing.assert_close(record.hidden_states, plain[len(record.token_ids)], rtol=1e-4, atol=1e-5)
+    assert counts
+    assert set(counts) == {expected}
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((-x[..., 4:], x[..., :4]), dim=-1)
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    t = x.transpose(1, 2)
+    return (t * cos.unsqueeze(1)) + (rotate_half(t) * sin.unsqueeze(1))
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return rope(weight * wide.to(torch.float32), cos, sin)
+
+
+def other_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    t = x.transpose(1, 2)
+    return (t * cos.unsqueeze(1)) + (torch.cat((t[..., 4:], -t[..., :4]), dim=-1) * sin.unsqueeze(1))
+
+
+def part_of_a_head(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return rope(x[..., :8], cos, sin)
+
+
+def changed_in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    t = x.transpose(1, 2)
+    straight = t * cos.unsqueeze(1)
+    rotated = rotate_half(t)
+    x.add_(1)
+    return straight + (rotated * sin.unsqueeze(1))
+
+
+def another_norm(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-2, keepdim=True) + 1e-6)
+    return rope(weight * wide.to(torch.float32), cos, sin)
+
+
+@pytest.mark.parametrize(
+    ("function", "size", "expected", "normalised"),
+    [
+        (rope, 8, 1, False),
+        (normed, 8, 1, True),
+        (other_halves, 8, 0, False),
+        (part_of_a_head, 16, 1, False),
+        (changed_in_place, 8, 0, False),
+        (another_norm, 8, 1, False),
+    ],
+)
+def test_only_the_formula_is_taken_for_the_formula(
+    function: Callable[..., torch.Tensor], size: int, expected: int, normalised: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 5, 3, size, generator=generator)
+    cos, sin, weight = (torch.randn(*shape, generator=generator) for shape in ((1, 5, 8), (1, 5, 8), (8,)))
+    takes_weight = function in (normed, another_norm)
+    arguments = (weight, cos, sin) if takes_weight else (cos, sin)
+    wanted = function(x.clone(), *arguments)
+    counts: list[int] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        counts.append(fuse_rope(graph.graph))
+        graph.recompile()
+        operators = [n for n in graph.graph.nodes if "norm_rope" in str(n.target)]
+        assert all((n.args[1] is not None) == normalised for n in operators)
+        return graph.forward
+
+    torch._dynamo.reset()
+    got = torch.compile(function, backend=backend, dynamic=False)(x.clone(), *arguments)
+    torch.testing.assert_close(got, wanted)
+    assert counts == [expected]
