@@ -54,7 +54,9 @@ class _Launched:
     @property
     def there(self) -> bool:
         """Looking at it would not wait."""
-        return self.tokens is None or self.tokens.there
+        if self.tokens is None:
+            return not self.logits.prompt  # with nothing to read from the device
+        return self.tokens.there
 
 
 class EngineCore:
@@ -233,9 +235,8 @@ class EngineCore:
         keep = 1 if output.scheduled and self._may_lag(output) else 0
         while len(self._launched) > keep:
             self._tell_until_computed(self._launched[0])
-            waits = not self._launched[0].there
+            self._await(self._launched[0])
             self._finalize(self._launched.popleft())
-            self._clock.look(waits)
             progressed = True
         return progressed
 
@@ -260,6 +261,12 @@ class EngineCore:
             self.connector.wait(_LOOK_SECONDS)
             self._collect()
             self._clock.look()
+
+    def _await(self, step: _Launched) -> None:
+        """Until its tokens are there, so that the clock sees when the step ends."""
+        if not step.there and step.tokens is not None:
+            step.tokens.tolist()
+            self._clock.look(waited=True)
 
     def wait(self, timeout: float) -> None:
         """Sleep until the connector may have made progress."""
