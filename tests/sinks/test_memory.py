@@ -1,12 +1,10 @@
-import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from layertap.errors import HandleNotFoundError
 from layertap.sinks.base import RecordSpec
-from layertap.sinks.memory import MemorySink, ask_for_large_pages, find_sink
+from layertap.sinks.memory import MemorySink, find_sink
 
 
 def put(sink, request_id="r", rows=3):
@@ -71,29 +69,3 @@ def test_rows_that_are_given_away_are_kept_without_a_copy():
     writer = sink.open(RecordSpec("r", torch.arange(2), (2, 1, 8), torch.float32))
     writer.keep(rows)
     assert sink.take(writer.commit()).hidden_states.data_ptr() == rows.data_ptr()
-
-
-def flags_of_mapping(address):
-    """What the kernel notes of the mapping that an address lies in."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= address < int(found[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return line.split()[1:]
-    return []
-
-
-@pytest.mark.parametrize(("size", "asked"), [(1 << 20, False), (64 << 20, True)])
-def test_large_records_are_asked_to_lie_in_large_pages(size, asked):
-    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
-        pytest.skip("this system has no large pages")
-    tensor = torch.empty(size, dtype=torch.uint8)
-    ask_for_large_pages(tensor)
-    flags = flags_of_mapping(tensor.data_ptr() + size // 2)
-    if not flags:
-        pytest.skip("this kernel does not tell")
-    if asked:
-        assert "hg" in flags
-    tensor.fill_(7)
-    assert int(tensor[-1]) == 7

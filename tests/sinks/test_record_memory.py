@@ -1,0 +1,112 @@
+"""Memory of records that nobody holds any more is used again, and never while somebody does."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from layertap.sinks.record_memory import RecordMemory
+
+MB = 1 << 20
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="others get plain tensors")
+
+
+def make(memory: RecordMemory, megabytes: int) -> torch.Tensor:
+    return memory.empty((megabytes * MB // 8, 2, 2), torch.bfloat16)
+
+
+def test_a_block_comes_back_when_the_last_view_is_gone() -> None:
+    memory = RecordMemory(100 * MB)
+    record = make(memory, 12)
+    assert record.shape == (12 * MB // 8, 2, 2)
+    assert record.dtype == torch.bfloat16
+    assert record.is_contiguous()
+    where = record.data_ptr()
+    record.fill_(3)
+    view = record[5:7, 1]
+    del record
+    other = make(memory, 12)
+    other.fill_(4)
+    assert other.data_ptr() != where
+    assert view.tolist() == [[3, 3], [3, 3]], "somebody still looks at it"
+    del view
+    assert memory.kept_bytes == 12 * MB
+    assert make(memory, 11).data_ptr() == where, "a little smaller fits"
+
+
+def test_a_much_smaller_record_does_not_hold_a_large_block() -> None:
+    memory = RecordMemory(100 * MB)
+    del_me = make(memory, 40)
+    where = del_me.data_ptr()
+    del del_me
+    small = make(memory, 10)
+    assert not where <= small.data_ptr() < where + 40 * MB
+    assert memory.kept_bytes == 40 * MB
+
+
+def test_no_more_is_kept_than_allowed() -> None:
+    memory = RecordMemory(25 * MB)
+    records = [make(memory, 10) for _ in range(5)]
+    del records
+    assert memory.kept_bytes == 20 * MB
+    held = [make(memory, 10) for _ in range(5)]
+    assert memory.kept_bytes == 0
+    memory.close()
+    del held
+    assert memory.kept_bytes == 0, "closed: nothing comes back"
+
+
+def test_small_tensors_are_plain_ones() -> None:
+    memory = RecordMemory(100 * MB)
+    tensor = memory.empty((3, 0, 4), torch.float32)
+    assert tensor.shape == (3, 0, 4)
+    make(memory, 1)
+    assert memory.kept_bytes == 0
+
+
+def test_threads_never_share_a_block() -> None:
+    memory = RecordMemory(64 * MB)
+    wrong = []
+
+    def work(mark: int) -> None:
+        for i in range(25):
+            tensor = memory.empty((9 * MB + i,), torch.uint8)
+            tensor[:: 64 * 1024] = mark
+            if not bool((tensor[:: 64 * 1024] == mark).all()):
+                wrong.append(mark)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert 0 < memory.kept_bytes <= 64 * MB
+
+
+def flags_of_mapping(address: int) -> list[str]:
+    """What the kernel notes of the mapping that an address lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
+def test_large_records_are_asked_to_lie_in_large_pages() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this system has no large pages")
+    tensor = RecordMemory(0).empty((64 * MB,), torch.uint8)
+    flags = flags_of_mapping(tensor.data_ptr() + 32 * MB)
+    if not flags:
+        pytest.skip("this kernel does not tell")
+    assert "hg" in flags
+    tensor.fill_(7)
+    assert int(tensor[-1]) == 7
