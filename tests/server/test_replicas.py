@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import torch
 
 from layertap.record import verify_record
 
-from .conftest import Command, tiny_flags
+from .conftest import Command, ThreadServer, tiny_flags
 
 
 def engines(started: Command) -> list[psutil.Process]:
@@ -23,13 +26,70 @@ def engines(started: Command) -> list[psutil.Process]:
     return [c for c in children if "layertap.server.replica" in c.cmdline()]
 
 
-def metric(started: Command, name: str) -> dict[str, float]:
+@pytest.fixture(scope="module")
+def on_gpu() -> Iterator[None]:
+    """The engine gets a process of its own, as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("layertap.server.run.pick_device", lambda config: torch.device("cuda"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def replica(
+    on_gpu: None, chat_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ThreadServer]:
+    """A server whose one engine is in a process of its own, with a connector that can go wrong."""
+    made = ThreadServer(*odd_flags(chat_model, tmp_path_factory.mktemp("odd"), "OddConnector"))
+    yield made
+    made.close()
+
+
+def odd_flags(model: str, storage: Path, connector: str) -> list[str]:
+    """Flags for a connector of :mod:`.odd_connectors`."""
+    transfer = {
+        "kv_connector": connector,
+        "kv_connector_module_path": str(Path(__file__).with_name("odd_connectors.py")),
+        "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+    }
+    flags = tiny_flags(model, storage, "--kv-transfer-config", json.dumps(transfer))
+    at = flags.index("--storage")
+    return flags[:at] + flags[at + 2 :]
+
+
+def metric(started: Command | ThreadServer, name: str) -> dict[str, float]:
     lines = httpx.get(started.url + "/metrics").text.splitlines()
     return {
         line.split('replica="')[1][0]: float(line.split()[-1])
         for line in lines
         if line.startswith(f"layertap_{name}{{")
     }
+
+
+@pytest.mark.slow
+def test_metrics_are_there_from_the_start_and_move_under_load(replica: ThreadServer) -> None:
+    deadline = time.monotonic() + 0.4  # before the second statistics
+    while not metric(replica, "cache_blocks"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+    def load() -> None:
+        while not stop.is_set():
+            replica.complete(max_tokens=4)
+
+    stop = threading.Event()
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 5
+        seen: set[float] = set()
+        while len(seen - {0.0}) < 2:
+            assert thread.is_alive()
+            assert time.monotonic() < deadline, seen
+            seen |= set(metric(replica, "steps_total").values())
+            time.sleep(0.05)
+    finally:
+        stop.set()
+        thread.join()
 
 
 @pytest.mark.slow

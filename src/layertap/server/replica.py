@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from functools import partial
 
 from layertap.errors import InvalidInputError, LayertapError
@@ -23,6 +24,8 @@ from layertap.server.local import EngineThread
 
 logger = logging.getLogger("layertap")
 _STATS_SECONDS = 0.5
+_JOINED_BYTES = 1 << 18
+"""Messages that wait are sent together up to so many bytes."""
 
 
 class Replica:
@@ -32,12 +35,13 @@ class Replica:
         self._socket = sock
         self._engine = engine
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._stats_level = logging.ERROR
         self._writer = threading.Thread(target=self._write, name="layertap-replica-writer", daemon=True)
 
     def run(self) -> None:
         """Serve until the other end goes away."""
-        self._writer.start()
         self._outbox.put(wire.Ready(self._engine.facts))
+        self._writer.start()
         while (message := wire.receive(self._socket)) is not None:
             if isinstance(message, wire.Submit):
                 self._submit(message.call)
@@ -65,17 +69,46 @@ class Replica:
         self._outbox.put(wire.Output(output))
 
     def _write(self) -> None:
+        try:
+            self._send_until_gone()
+        except BaseException:
+            logger.exception("nothing can be sent any more: the replica ends")
+            os._exit(1)
+
+    def _send_until_gone(self) -> None:
+        """What waits goes out together; statistics when they are due, whatever else there is to send."""
+        due = time.monotonic()  # the first ones right behind what waits already
+        alive = True
         while True:
+            data = self._waiting(due - time.monotonic())
+            if time.monotonic() >= due:
+                if not alive:
+                    os._exit(1)  # what a failed engine had to say has gone out since the last time
+                alive = self._engine.alive
+                data += self._statistics()
+                due = time.monotonic() + _STATS_SECONDS
             try:
-                message: object = self._outbox.get(timeout=_STATS_SECONDS)
-            except queue.Empty:
-                if not self._engine.alive:
-                    os._exit(1)
-                message = wire.Stats(self._engine.stats())
-            try:
-                self._socket.sendall(wire.pack(message))
+                self._socket.sendall(data)
             except OSError:
                 return  # the server has gone; run() sees it too
+
+    def _waiting(self, seconds: float) -> bytearray:
+        data = bytearray()
+        try:
+            data += wire.pack(self._outbox.get(timeout=max(0.0, seconds)))
+            while len(data) < _JOINED_BYTES:
+                data += wire.pack(self._outbox.get_nowait())
+        except queue.Empty:
+            pass
+        return data
+
+    def _statistics(self) -> bytes:
+        try:
+            return wire.pack(wire.Stats(self._engine.stats()))
+        except Exception:  # of a connector, say: its requests do not suffer
+            logger.log(self._stats_level, "the engine's statistics cannot be had", exc_info=True)
+            self._stats_level = logging.DEBUG  # told once
+            return b""
 
 
 def main() -> int:
