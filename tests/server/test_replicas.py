@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,15 @@ import psutil
 import pytest
 import torch
 
+from layertap.prompts import TokenizedPrompt
 from layertap.record import verify_record
+from layertap.sampling_params import SamplingParams
+from layertap.server.app import build_app
+from layertap.server.engine import AsyncEngine, EngineCall, EngineFacts, OutputStream
+from layertap.server.service import Service
+from layertap.server.tokenizing import Tokenizing
 
-from .conftest import Command, ThreadServer, tiny_flags
+from .conftest import VOCAB, Command, ThreadServer, tiny_flags
 
 
 def engines(started: Command) -> list[psutil.Process]:
@@ -56,6 +63,40 @@ def odd_flags(model: str, storage: Path, connector: str) -> list[str]:
     return flags[:at] + flags[at + 2 :]
 
 
+ODD = {
+    name: {"kv_transfer_params": {"dtype": dtype}}
+    for name, dtype in {"unchecked": "float32", "unpicklable": "float16", "unreadable": "bfloat16"}.items()
+}
+"""More fields of a request, and what becomes of it with ``OddConnector``."""
+
+
+def events(streamed: httpx.Response) -> list[dict[str, Any]]:
+    lines = (line.removeprefix("data: ") for line in streamed.text.splitlines() if line)
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+class _StuckEngine(AsyncEngine):
+    """Takes nothing, and answers nothing."""
+
+    facts = EngineFacts("stuck", 512, VOCAB, 16, "float32", 4, None, None, "cpu")
+    alive = ready = True  # type: ignore[assignment]
+
+    async def start(self) -> None:
+        pass
+
+    async def submit(self, calls: Sequence[EngineCall]) -> list[OutputStream]:
+        return [OutputStream(call) for call in calls]
+
+    def abort(self, call: EngineCall) -> None:
+        pass
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+
 def metric(started: Command | ThreadServer, name: str) -> dict[str, float]:
     lines = httpx.get(started.url + "/metrics").text.splitlines()
     return {
@@ -90,6 +131,50 @@ def test_metrics_are_there_from_the_start_and_move_under_load(replica: ThreadSer
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_output_that_cannot_be_pickled_fails_its_request_alone(
+    replica: ThreadServer, stream: bool
+) -> None:
+    for n in (1, 2):
+        body = {"prompt": [5, 6], "n": n, "max_tokens": 3, "stream": stream, **ODD["unpicklable"]}
+        failed = replica.post("/v1/completions", body)
+        assert failed.status_code == (200 if stream else 500)
+        error = next(e for e in events(failed) if "error" in e) if stream else failed.json()
+        assert error["error"]["code"] == "engine"
+        assert "cannot pickle" in error["error"]["message"]
+    replica.complete()
+    assert metric(replica, "replica_restarts_total") == {"0": 0}
+
+
+@pytest.mark.slow
+def test_an_output_that_cannot_be_read_costs_the_replica_and_not_the_server(replica: ThreadServer) -> None:
+    before = metric(replica, "replica_restarts_total")["0"]
+    failed = replica.post("/v1/completions", {"prompt": [5, 6], **ODD["unreadable"]})
+    assert failed.status_code == 500
+    assert failed.json()["error"]["code"] == "engine_died"
+    deadline = time.monotonic() + 200
+    while replica.get("/health").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    replica.complete()
+    assert metric(replica, "replica_restarts_total") == {"0": before + 1}
+
+
+def test_the_end_does_not_wait_for_an_engine_that_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stuck = Service(_StuckEngine(), Tokenizing(None, VOCAB), ["stuck"], None)
+    monkeypatch.setattr("layertap.server.app._SETTLE_SECONDS", 0.2)
+
+    async def end() -> None:
+        app = build_app(stuck)
+        async with app.router.lifespan_context(app):
+            stuck.clean(OutputStream(EngineCall("a", TokenizedPrompt(None, [5]), SamplingParams())))
+
+    asyncio.run(asyncio.wait_for(end(), 20))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import threading
 import time
 from functools import partial
 
-from layertap.errors import InvalidInputError, LayertapError
+from layertap.errors import ExtractionError, InvalidInputError, LayertapError
 from layertap.outputs import RequestOutput
 from layertap.server import wire
 from layertap.server.engine import EngineCall, EngineUnavailableError
@@ -95,9 +95,9 @@ class Replica:
     def _waiting(self, seconds: float) -> bytearray:
         data = bytearray()
         try:
-            data += wire.pack(self._outbox.get(timeout=max(0.0, seconds)))
+            data += _packed(self._outbox.get(timeout=max(0.0, seconds)))
             while len(data) < _JOINED_BYTES:
-                data += wire.pack(self._outbox.get_nowait())
+                data += _packed(self._outbox.get_nowait())
         except queue.Empty:
             pass
         return data
@@ -109,6 +109,22 @@ class Replica:
             logger.log(self._stats_level, "the engine's statistics cannot be had", exc_info=True)
             self._stats_level = logging.DEBUG  # told once
             return b""
+
+
+def _packed(message: object) -> bytes:
+    """A message's bytes; for an output that cannot be sent, those of an error in its place."""
+    try:
+        return wire.pack(message)
+    except Exception as error:
+        if not isinstance(message, wire.Output):
+            raise
+        output = message.output
+        logger.exception("request %s: its output cannot be sent to the server", output.request_id)
+        if not output.finished:
+            return b""  # the last one tells: the server takes a finished request for gone
+        reason = f"its output cannot be sent to the server ({type(error).__name__}: {error})"
+        failed = ExtractionError(output.request_id, reason)
+        return wire.pack(wire.Output(RequestOutput(output.request_id, None, [], [], True, error=failed)))
 
 
 def main() -> int:

@@ -120,9 +120,8 @@ class ReplicaEngine(AsyncEngine):
                     continue
             process.reader, process.writer = await asyncio.open_connection(sock=process.socket)
             self._processes[index] = process
-            while (message := await wire.areceive(process.reader)) is not None:
+            if await self._read(process):
                 pause = _FIRST_PAUSE
-                self._take(process, message)
             self._processes[index] = None
             process.writer.close()
             status = await asyncio.to_thread(process.popen.wait)
@@ -136,6 +135,23 @@ class ReplicaEngine(AsyncEngine):
                 flying.stream.fail(reason, ENGINE_DIED)
                 if not flying.accepted.done():
                     flying.accepted.set_exception(EngineUnavailableError(reason))
+
+    async def _read(self, process: _Process) -> bool:
+        """Take what a replica sends until it is gone; one that sends what cannot be read is ended.
+
+        Returns:
+            Whether it took any call.
+        """
+        assert process.reader is not None
+        useful = False
+        try:
+            while (message := await wire.areceive(process.reader)) is not None:
+                useful = useful or not isinstance(message, wire.Stats)
+                self._take(process, message)
+        except Exception:
+            logger.exception("engine process %d sent what cannot be read: it is ended", process.index)
+            process.popen.kill()
+        return useful
 
     async def _restart(self, index: int) -> _Process | None:
         try:
