@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import signal
 import threading
 import time
@@ -17,9 +18,11 @@ import psutil
 import pytest
 import torch
 
+from layertap.errors import CorruptRecordError, InvalidInputError, LayertapError
 from layertap.prompts import TokenizedPrompt
 from layertap.record import verify_record
 from layertap.sampling_params import SamplingParams
+from layertap.server import wire
 from layertap.server.app import build_app
 from layertap.server.engine import AsyncEngine, EngineCall, EngineFacts, OutputStream
 from layertap.server.service import Service
@@ -131,6 +134,30 @@ def test_metrics_are_there_from_the_start_and_move_under_load(replica: ThreadSer
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.slow
+def test_a_check_that_fails_in_an_unforeseen_way_fails_its_request_alone(replica: ThreadServer) -> None:
+    failed = replica.post("/v1/completions", {"prompt": [[5], [6]], **ODD["unchecked"]})
+    assert failed.status_code == 500
+    assert "TypeError: boom" in failed.json()["error"]["message"]
+    replica.complete()
+    assert metric(replica, "replica_restarts_total") == {"0": 0}
+
+
+class _OwnError(InvalidInputError):
+    def __init__(self, token: int) -> None:
+        super().__init__("token", token, "another")
+
+
+def test_an_error_arrives_or_a_plain_one_in_its_place() -> None:
+    plain = InvalidInputError("prompt", [999], "token ids from 0 to 319")
+    assert wire.sendable(plain) is plain
+    for error in (_OwnError(3), CorruptRecordError("a.safetensors", "it is empty")):
+        sent = pickle.loads(pickle.dumps(wire.sendable(error)))
+        assert isinstance(sent, LayertapError)
+        assert isinstance(sent, InvalidInputError) == isinstance(error, InvalidInputError)
+        assert str(sent).replace("'", "") == str(error)
 
 
 @pytest.mark.slow

@@ -54,7 +54,12 @@ class Replica:
         try:
             collector = self._engine.collect(call, self._deliver)
         except InvalidInputError as error:
-            self._outbox.put(wire.Refused(call.request_id, error))
+            self._outbox.put(wire.Refused(call.request_id, wire.sendable(error)))
+            return
+        except Exception as error:  # of a connector's check, say: the other requests go on
+            logger.exception("request %s could not be checked", call.request_id)
+            reason = f"the engine could not check it ({type(error).__name__}: {error})"
+            self._outbox.put(wire.Refused(call.request_id, ExtractionError(call.request_id, reason)))
             return
         self._outbox.put(wire.Accepted(call.request_id))
         try:
@@ -139,7 +144,7 @@ def main() -> int:
     try:
         engine = EngineThread(begin.config, begin.transfer)
     except LayertapError as error:
-        sock.sendall(wire.pack(wire.Refused(None, error)))
+        sock.sendall(wire.pack(wire.Refused(None, wire.sendable(error))))
         return 1
     # As in the server: the collector need not go through the objects of model and libraries any more.
     gc.collect()

@@ -6,6 +6,7 @@ Both ends are this package in the same installation, and the socket has no name 
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 import socket
 import struct
@@ -14,8 +15,11 @@ from typing import Any
 
 from layertap.config import EngineConfig
 from layertap.connectors.transfer_config import KVTransferConfig
+from layertap.errors import InvalidInputError, LayertapError
 from layertap.outputs import RequestOutput
 from layertap.server.engine import EngineCall, EngineFacts
+
+logger = logging.getLogger("layertap")
 
 _LENGTH = struct.Struct("!Q")
 
@@ -76,6 +80,19 @@ def pack(message: object) -> bytes:
     """A message's bytes on the wire."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(data)) + data
+
+
+def sendable(error: LayertapError) -> LayertapError:
+    """The error, if the other end can read it; a plain one of its kind if not, as where a class of its own has
+    a constructor of its own."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception as failure:
+        logger.debug("%s does not pickle: %s", type(error).__name__, failure)
+        if isinstance(error, InvalidInputError):
+            return InvalidInputError(error.field, str(error.value), error.allowed)
+        return LayertapError(str(error))
+    return error
 
 
 def receive(sock: socket.socket) -> Any | None:
