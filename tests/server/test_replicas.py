@@ -19,12 +19,14 @@ import pytest
 import torch
 
 from layertap.errors import CorruptRecordError, InvalidInputError, LayertapError
+from layertap.outputs import Logprob, RequestOutput
 from layertap.prompts import TokenizedPrompt
 from layertap.record import verify_record
 from layertap.sampling_params import SamplingParams
 from layertap.server import wire
 from layertap.server.app import build_app
 from layertap.server.engine import AsyncEngine, EngineCall, EngineFacts, OutputStream
+from layertap.server.replicas import ReplicaEngine
 from layertap.server.service import Service
 from layertap.server.tokenizing import Tokenizing
 
@@ -158,6 +160,48 @@ def test_an_error_arrives_or_a_plain_one_in_its_place() -> None:
         assert isinstance(sent, LayertapError)
         assert isinstance(sent, InvalidInputError) == isinstance(error, InvalidInputError)
         assert str(sent).replace("'", "") == str(error)
+
+
+@pytest.mark.slow
+def test_the_prompt_stays_in_the_server(replica: ThreadServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[RequestOutput] = []
+    take = ReplicaEngine._take
+
+    def spy(process: Any, message: Any) -> None:
+        if isinstance(message, wire.Output):
+            received.append(message.output)
+        take(process, message)
+
+    monkeypatch.setattr(ReplicaEngine, "_take", staticmethod(spy))
+    body = {"prompt": "of the future", "max_tokens": 2, "echo": True, "return_token_ids": True}
+    for stream in (False, True):
+        answer = replica.post("/v1/completions", {**body, "stream": stream})
+        chunks = events(answer) if stream else [answer.json()]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        assert "".join(choice["text"] for choice in choices).startswith("of the future")
+        ids = replica.post("/tokenize", {"prompt": "of the future"}).json()["tokens"]
+        assert next(c["prompt_token_ids"] for c in choices if c.get("prompt_token_ids")) == ids
+    assert received
+    assert not any(o.prompt or o.prompt_token_ids for o in received)
+
+
+def test_the_event_loop_goes_on_while_a_long_message_is_read() -> None:
+    rows = [{j: Logprob(-1.0 * j, j, "x") for j in range(20)} for _ in range(4000)]
+    data = wire.pack(wire.Output(RequestOutput("a", None, [], [], True, prompt_logprobs=[None, *rows])))
+
+    async def read() -> tuple[int, Any]:
+        reader = asyncio.StreamReader(limit=1 << 30)
+        reader.feed_data(data)
+        reading = asyncio.create_task(wire.areceive(reader))
+        turns = 0
+        while not reading.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        return turns, reading.result()
+
+    turns, message = asyncio.run(read())
+    assert turns > 8
+    assert message.output.prompt_logprobs == [None, *rows]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 from layertap.errors import ExtractionError, InvalidInputError, LayertapError
@@ -71,7 +72,7 @@ class Replica:
 
     def _deliver(self, output: RequestOutput) -> None:
         """On the engine's thread: hand over and return."""
-        self._outbox.put(wire.Output(output))
+        self._outbox.put(wire.Output(replace(output, prompt=None, prompt_token_ids=[])))
 
     def _write(self) -> None:
         try:

@@ -174,8 +174,10 @@ class ReplicaEngine(AsyncEngine):
         elif isinstance(message, wire.Output):
             flying = process.flying.get(message.output.request_id)
             if flying is not None:
-                flying.stream.put(message.output)
-                if message.output.finished:
+                prompt = flying.stream.call.prompt
+                output = replace(message.output, prompt=prompt.text, prompt_token_ids=prompt.token_ids)
+                flying.stream.put(output)
+                if output.finished:
                     process.forget(flying.stream.call)
         elif isinstance(message, wire.Accepted):
             flying = process.flying.get(message.call_id)

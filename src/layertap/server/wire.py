@@ -22,6 +22,8 @@ from layertap.server.engine import EngineCall, EngineFacts
 logger = logging.getLogger("layertap")
 
 _LENGTH = struct.Struct("!Q")
+_INLINE_BYTES = 1 << 20
+"""Longer messages are unpickled beside the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Output:
+    """From the replica: without the prompt, which the server has."""
+
     output: RequestOutput
 
 
@@ -117,10 +121,32 @@ def _exactly(sock: socket.socket, count: int) -> bytes | None:
     return bytes(parts)
 
 
+class _PickleFile:
+    """A long pickle as a file written in Python: the unpickler comes back to the interpreter for each frame of
+    64 KiB, and other threads get their turn. From bytes it would keep them all waiting until its end."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self._position = 0
+
+    def read(self, count: int) -> bytes:
+        start = self._position
+        self._position += count
+        return bytes(self._data[start : self._position])
+
+    def readline(self) -> bytes:
+        raise pickle.UnpicklingError("a line in a pickle of the highest protocol, which has none")
+
+
+def _load_long(data: bytes) -> Any:
+    return pickle.Unpickler(_PickleFile(data)).load()
+
+
 async def areceive(reader: asyncio.StreamReader) -> Any | None:
-    """:func:`receive` on the event loop."""
+    """:func:`receive` on the event loop, which goes on while a long message is unpickled."""
     try:
-        head = await reader.readexactly(_LENGTH.size)
-        return pickle.loads(await reader.readexactly(_LENGTH.unpack(head)[0]))
+        length = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0]
+        data = await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+    return pickle.loads(data) if length <= _INLINE_BYTES else await asyncio.to_thread(_load_long, data)
