@@ -87,11 +87,11 @@ def pack(message: object) -> bytes:
 
 
 def sendable(error: LayertapError) -> LayertapError:
-    """The error, if the other end can read it; a plain one of its kind if not, as where a class of its own has
-    a constructor of its own."""
+    """The error, if the other end can read it; a plain one of its kind if not, as where a class of its own
+    has a constructor of its own."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception as failure:
+    except Exception as failure:  # noqa: BLE001 - the error itself is what is told
         logger.debug("%s does not pickle: %s", type(error).__name__, failure)
         if isinstance(error, InvalidInputError):
             return InvalidInputError(error.field, str(error.value), error.allowed)
@@ -122,8 +122,8 @@ def _exactly(sock: socket.socket, count: int) -> bytes | None:
 
 
 class _PickleFile:
-    """A long pickle as a file written in Python: the unpickler comes back to the interpreter for each frame of
-    64 KiB, and other threads get their turn. From bytes it would keep them all waiting until its end."""
+    """A long pickle as a file written in Python: the unpickler comes back to the interpreter for each frame
+    of 64 KiB, and other threads get their turn. From bytes it would keep them all waiting until its end."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
