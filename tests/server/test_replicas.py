@@ -23,10 +23,11 @@ from layertap.outputs import Logprob, RequestOutput
 from layertap.prompts import TokenizedPrompt
 from layertap.record import verify_record
 from layertap.sampling_params import SamplingParams
-from layertap.server import wire
+from layertap.server import flags, wire
 from layertap.server.app import build_app
 from layertap.server.engine import AsyncEngine, EngineCall, EngineFacts, OutputStream
 from layertap.server.replicas import ReplicaEngine
+from layertap.server.run import build_service
 from layertap.server.service import Service
 from layertap.server.tokenizing import Tokenizing
 
@@ -63,9 +64,9 @@ def odd_flags(model: str, storage: Path, connector: str) -> list[str]:
         "kv_connector_module_path": str(Path(__file__).with_name("odd_connectors.py")),
         "kv_connector_extra_config": {"shared_storage_path": str(storage)},
     }
-    flags = tiny_flags(model, storage, "--kv-transfer-config", json.dumps(transfer))
-    at = flags.index("--storage")
-    return flags[:at] + flags[at + 2 :]
+    given = tiny_flags(model, storage, "--kv-transfer-config", json.dumps(transfer))
+    at = given.index("--storage")
+    return given[:at] + given[at + 2 :]
 
 
 ODD = {
@@ -246,6 +247,17 @@ def test_the_end_does_not_wait_for_an_engine_that_never_answers(
             stuck.clean(OutputStream(EngineCall("a", TokenizedPrompt(None, [5]), SamplingParams())))
 
     asyncio.run(asyncio.wait_for(end(), 20))
+
+
+@pytest.mark.slow
+def test_an_unforeseen_error_at_the_start_is_told_in_a_line(
+    on_gpu: None, chat_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(LayertapError) as caught:
+        build_service(flags.parse(odd_flags(chat_model, tmp_path, "NoMemoryConnector")))
+    line = "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB. (--verbose shows where)"
+    assert str(caught.value) == line
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.slow

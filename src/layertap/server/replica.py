@@ -17,6 +17,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from layertap.engine.loader import first_line
 from layertap.errors import ExtractionError, InvalidInputError, LayertapError
 from layertap.outputs import RequestOutput
 from layertap.server import wire
@@ -146,6 +147,11 @@ def main() -> int:
         engine = EngineThread(begin.config, begin.transfer)
     except LayertapError as error:
         sock.sendall(wire.pack(wire.Refused(None, wire.sendable(error))))
+        return 1
+    except Exception as error:  # told in a line, as the command tells those of its own process
+        logger.debug("the engine cannot start", exc_info=True)
+        reason = f"{type(error).__name__}: {first_line(error)} (--verbose shows where)"
+        sock.sendall(wire.pack(wire.Refused(None, LayertapError(reason))))
         return 1
     # As in the server: the collector need not go through the objects of model and libraries any more.
     gc.collect()
