@@ -26,7 +26,7 @@ from layertap.sampling_params import SamplingParams
 from layertap.server import flags, wire
 from layertap.server.app import build_app
 from layertap.server.engine import AsyncEngine, EngineCall, EngineFacts, OutputStream
-from layertap.server.replicas import ReplicaEngine
+from layertap.server.replicas import ReplicaEngine, _environment
 from layertap.server.run import build_service
 from layertap.server.service import Service
 from layertap.server.tokenizing import Tokenizing
@@ -146,6 +146,16 @@ def test_a_check_that_fails_in_an_unforeseen_way_fails_its_request_alone(replica
     assert "TypeError: boom" in failed.json()["error"]["message"]
     replica.complete()
     assert metric(replica, "replica_restarts_total") == {"0": 0}
+
+
+def test_replicas_share_the_cores_that_the_server_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    assert "OMP_NUM_THREADS" not in _environment(1)
+    assert _environment(2)["OMP_NUM_THREADS"] == "3"
+    assert _environment(8)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert _environment(2)["OMP_NUM_THREADS"] == "5"
 
 
 class _OwnError(InvalidInputError):

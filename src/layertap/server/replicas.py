@@ -280,6 +280,8 @@ def _config_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
 
 
 def _environment(count: int) -> dict[str, str]:
-    """Processes that share a CPU each get their part of its cores."""
-    threads = str(max(1, (os.cpu_count() or 1) // count))
-    return {"OMP_NUM_THREADS": threads, **os.environ}
+    """Processes that share a CPU each get their part of the cores that this one may use."""
+    if count == 1:
+        return dict(os.environ)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ}
