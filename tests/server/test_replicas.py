@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import pickle
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +29,7 @@ from layertap.sampling_params import SamplingParams
 from layertap.server import flags, wire
 from layertap.server.app import build_app
 from layertap.server.engine import AsyncEngine, EngineCall, EngineFacts, OutputStream
+from layertap.server.replica import _watch
 from layertap.server.replicas import ReplicaEngine, _environment
 from layertap.server.run import build_service
 from layertap.server.service import Service
@@ -34,9 +38,11 @@ from layertap.server.tokenizing import Tokenizing
 from .conftest import VOCAB, Command, ThreadServer, tiny_flags
 
 
-def engines(started: Command) -> list[psutil.Process]:
-    children = psutil.Process(started.process.pid).children()
-    return [c for c in children if "layertap.server.replica" in c.cmdline()]
+def engines(started: Command | None = None) -> list[psutil.Process]:
+    """The engine processes of a server, or of this process."""
+    children = psutil.Process(started and started.process.pid).children()
+    running = [c for c in children if c.status() != psutil.STATUS_ZOMBIE]
+    return [c for c in running if "layertap.server.replica" in c.cmdline()]
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +274,71 @@ def test_an_unforeseen_error_at_the_start_is_told_in_a_line(
     line = "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB. (--verbose shows where)"
     assert str(caught.value) == line
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_replica_logs_at_the_servers_level(
+    on_gpu: None, chat_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("layertap")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        service = build_service(flags.parse(tiny_flags(chat_model, tmp_path)))
+    finally:
+        logger.setLevel(before)
+    service.engine.kill()  # type: ignore[attr-defined]
+    assert "started in" in capfd.readouterr().err
+
+
+def test_a_signal_at_the_start_ends_server_and_engine_at_once(
+    on_gpu: None, chat_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    others = engines()
+
+    def signal_when_started() -> None:
+        while not (new := [e for e in engines() if e not in others]):
+            time.sleep(0.02)
+        groups.append(os.getpgid(new[0].pid))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    groups: list[int] = []
+    monkeypatch.setattr("layertap.engine.loader.load_tokenizer", lambda *args: time.sleep(40))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # as in serve()
+    thread = threading.Thread(target=signal_when_started)
+    begun = time.monotonic()
+    thread.start()
+    try:
+        with pytest.raises(SystemExit):
+            build_service(flags.parse(tiny_flags(chat_model, tmp_path)))
+        assert time.monotonic() - begun < 20
+        while set(engines()) - set(others):
+            assert time.monotonic() - begun < 25
+            time.sleep(0.02)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        thread.join()
+    assert groups != [os.getpgid(0)]  # the terminal's Ctrl-C reaches the server alone
+
+
+def test_a_replica_that_loads_ends_with_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    loaded = threading.Event()
+
+    def end(status: int) -> None:
+        ended.append(status)
+        loaded.set()
+
+    monkeypatch.setattr(os, "_exit", end)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        thread = threading.Thread(target=_watch, args=(theirs, loaded))
+        thread.start()
+        time.sleep(0.5)
+        assert not ended
+        ours.close()
+        thread.join(10)
+    assert ended == [1]
 
 
 @pytest.mark.slow

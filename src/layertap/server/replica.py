@@ -5,6 +5,7 @@ It ends when its socket does, so that no replica outlives its server.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -26,6 +27,7 @@ from layertap.server.local import EngineThread
 
 logger = logging.getLogger("layertap")
 _STATS_SECONDS = 0.5
+_WATCH_SECONDS = 0.2
 _JOINED_BYTES = 1 << 18
 """Messages that wait are sent together up to so many bytes."""
 
@@ -134,6 +136,14 @@ def _packed(message: object) -> bytes:
         return wire.pack(wire.Output(RequestOutput(output.request_id, None, [], [], True, error=failed)))
 
 
+def _watch(sock: socket.socket, loaded: threading.Event) -> None:
+    """While the model loads, nobody reads from the socket: end here if the server goes."""
+    while not loaded.wait(_WATCH_SECONDS):
+        with contextlib.suppress(BlockingIOError):
+            if not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                os._exit(1)
+
+
 def main() -> int:
     """Read what to run from the socket, and run it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the server's affair
@@ -143,6 +153,9 @@ def main() -> int:
     begin = wire.receive(sock)
     if begin is None:
         return 1
+    logger.setLevel(begin.log_level)
+    loaded = threading.Event()
+    threading.Thread(target=_watch, args=(sock, loaded), daemon=True).start()
     try:
         engine = EngineThread(begin.config, begin.transfer)
     except LayertapError as error:
@@ -153,6 +166,7 @@ def main() -> int:
         reason = f"{type(error).__name__}: {first_line(error)} (--verbose shows where)"
         sock.sendall(wire.pack(wire.Refused(None, LayertapError(reason))))
         return 1
+    loaded.set()
     # As in the server: the collector need not go through the objects of model and libraries any more.
     gc.collect()
     gc.freeze()

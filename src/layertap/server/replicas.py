@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -64,7 +65,7 @@ class _Process:
 
 
 class ReplicaEngine(AsyncEngine):
-    """N engine processes.
+    """N engine processes. They start with it; :meth:`wait_ready` says how that went.
 
     Args:
         config: of each of them; on GPUs each gets one of its own.
@@ -72,35 +73,78 @@ class ReplicaEngine(AsyncEngine):
         count: how many.
 
     Raises:
-        InvalidInputError: the configuration is wrong; raised when the first process has said so.
+        InvalidInputError: there are not so many GPUs.
     """
 
     def __init__(self, config: EngineConfig, transfer: KVTransferConfig | None, count: int) -> None:
         self._configs = [_config_of(config, i, count) for i in range(count)]
         self._transfer = transfer
         self._environment = _environment(count)
-        starting = [self._spawn(i) for i in range(count)]
-        try:
-            self._processes: list[_Process | None] = [_ready(i, *s) for i, s in enumerate(starting)]
-        except BaseException:
-            for popen, sock in starting:
-                popen.kill()
-                sock.close()
-            raise
-        first = self._processes[0]
-        assert first is not None
-        self.facts = first.facts
+        self._starting: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: list[_Process | None] = [None] * count
         self.restarts = [0] * count
         self._keepers: list[asyncio.Task[None]] = []
         self._closing = False
+        self._spawned: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+        try:
+            for i in range(count):
+                self._spawned.append(self._spawn(i))
+        except BaseException:
+            self.kill()
+            raise
+
+    def wait_ready(self) -> None:
+        """Wait until every process has loaded its model. Then there are ``facts``.
+
+        Raises:
+            LayertapError: one of them cannot start. It has said why: the configuration is wrong, say.
+        """
+        for i, spawned in enumerate(self._spawned):
+            process = self._processes[i] = self._ready(i, *spawned)
+            self.facts = process.facts
+
+    def kill(self) -> None:
+        """End every process at once."""
+        self._kill_starting()
+        for process in self._processes:
+            if process is not None:
+                process.popen.kill()
+
+    def _kill_starting(self) -> None:
+        self._closing = True
+        for popen in list(self._starting.values()):
+            popen.kill()
 
     def _spawn(self, index: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "layertap.server.replica", str(theirs.fileno())]
         with theirs:
-            popen = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=self._environment)
-        ours.sendall(wire.pack(wire.Begin(self._configs[index], self._transfer)))
+            popen = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+                start_new_session=True,  # the terminal's Ctrl-C is the server's affair
+            )
+        self._starting[index] = popen
+        if self._closing:  # since the restart began
+            popen.kill()
+        begin = wire.Begin(self._configs[index], self._transfer, logger.getEffectiveLevel())
+        with contextlib.suppress(BrokenPipeError):  # it has ended: _ready() tells
+            ours.sendall(wire.pack(begin))
         return popen, ours
+
+    def _ready(self, index: int, popen: subprocess.Popen[bytes], sock: socket.socket) -> _Process:
+        """Wait for what a process says first."""
+        message = wire.receive(sock)
+        if isinstance(message, wire.Refused):
+            popen.wait()
+            raise message.error
+        if not isinstance(message, wire.Ready):
+            raise EngineUnavailableError(
+                f"engine process {index} ended with status {popen.wait()} before it was ready"
+            )
+        del self._starting[index]
+        return _Process(index, popen, sock, message.facts)
 
     async def start(self) -> None:
         self._keepers = [asyncio.create_task(self._keep(i)) for i in range(len(self._configs))]
@@ -157,7 +201,7 @@ class ReplicaEngine(AsyncEngine):
         try:
             popen, sock = await asyncio.to_thread(self._spawn, index)
             try:
-                process = await asyncio.to_thread(_ready, index, popen, sock)
+                process = await asyncio.to_thread(self._ready, index, popen, sock)
             except BaseException:
                 popen.kill()
                 raise
@@ -236,7 +280,7 @@ class ReplicaEngine(AsyncEngine):
         return any(p is not None and p.writer is not None for p in self._processes)
 
     async def close(self) -> None:
-        self._closing = True
+        self._kill_starting()
         ending = [p for p in self._processes if p is not None]
         for process in ending:
             if process.writer is not None:
@@ -252,18 +296,6 @@ class ReplicaEngine(AsyncEngine):
                 await asyncio.to_thread(process.popen.wait)
             for flying in process.flying.values():
                 flying.stream.fail("the server is shutting down", "aborted")
-
-
-def _ready(index: int, popen: subprocess.Popen[bytes], sock: socket.socket) -> _Process:
-    message = wire.receive(sock)
-    if isinstance(message, wire.Refused):
-        popen.wait()
-        raise message.error
-    if not isinstance(message, wire.Ready):
-        raise EngineUnavailableError(
-            f"engine process {index} ended with status {popen.wait()} before it was ready"
-        )
-    return _Process(index, popen, sock, message.facts)
 
 
 def _config_of(config: EngineConfig, index: int, count: int) -> EngineConfig:

@@ -32,6 +32,8 @@ class Begin:
 
     config: EngineConfig
     transfer: KVTransferConfig | None
+    log_level: int
+    """Of the server's log, and so of the replica's."""
 
 
 @dataclass(frozen=True, slots=True)
