@@ -63,11 +63,14 @@ def replica(
     made.close()
 
 
-def odd_flags(model: str, storage: Path, connector: str) -> list[str]:
-    """Flags for a connector of :mod:`.odd_connectors`."""
+ODD_CONNECTORS = str(Path(__file__).with_name("odd_connectors.py"))
+
+
+def odd_flags(model: str, storage: Path, connector: str, module: str = ODD_CONNECTORS) -> list[str]:
+    """Flags for a connector of a module's."""
     transfer = {
         "kv_connector": connector,
-        "kv_connector_module_path": str(Path(__file__).with_name("odd_connectors.py")),
+        "kv_connector_module_path": module,
         "kv_connector_extra_config": {"shared_storage_path": str(storage)},
     }
     given = tiny_flags(model, storage, "--kv-transfer-config", json.dumps(transfer))
@@ -339,6 +342,41 @@ def test_a_replica_that_loads_ends_with_its_server(monkeypatch: pytest.MonkeyPat
         ours.close()
         thread.join(10)
     assert ended == [1]
+
+
+@pytest.mark.slow
+def test_a_replica_imports_what_the_server_does(
+    on_gpu: None, chat_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script, shadow = tmp_path / "a script's", tmp_path / "shadow"
+    script.mkdir()
+    shadow.mkdir()
+    (shadow / "xxhash.py").write_text("raise RuntimeError('the working directory comes first')")
+    connector = "from layertap.connectors.file import FileConnector\nclass Mine(FileConnector): pass\n"
+    (script / "connector_beside_a_script.py").write_text(connector)
+    monkeypatch.syspath_prepend(script)
+    monkeypatch.chdir(shadow)
+    given = odd_flags(chat_model, tmp_path, "Mine", "connector_beside_a_script")
+    service = build_service(flags.parse(given))
+    service.engine.kill()  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_the_end_does_not_wait_for_a_replica_that_is_being_restarted(on_gpu: None, start: Any) -> None:
+    others = engines()
+    server: ThreadServer = start()
+    (first,) = set(engines()) - set(others)
+    first.kill()
+    deadline = time.monotonic() + 30
+    while not (new := set(engines()) - {first, *others}):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    begun = time.monotonic()
+    server.close()
+    assert time.monotonic() - begun < 4
+    while new & set(engines()):
+        assert time.monotonic() - begun < 10
+        time.sleep(0.02)
 
 
 @pytest.mark.slow

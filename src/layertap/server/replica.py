@@ -1,4 +1,4 @@
-"""One engine process of several: ``python -m layertap.server.replica FD``.
+"""One engine process: ``main()``, with a socket's descriptor as the last argument.
 
 It ends when its socket does, so that no replica outlives its server.
 """
@@ -149,7 +149,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the server's affair
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="layertap: replica: %(message)s", level=logging.WARNING)
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock = socket.socket(fileno=int(sys.argv[-1]))
     begin = wire.receive(sock)
     if begin is None:
         return 1
@@ -176,6 +176,3 @@ def main() -> int:
     closing.join(10)
     os._exit(0)  # a step that still runs must not keep the process
 
-
-if __name__ == "__main__":
-    sys.exit(main())

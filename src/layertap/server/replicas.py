@@ -117,10 +117,9 @@ class ReplicaEngine(AsyncEngine):
 
     def _spawn(self, index: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "layertap.server.replica", str(theirs.fileno())]
         with theirs:
             popen = subprocess.Popen(
-                command,
+                _command(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 env=self._environment,
                 start_new_session=True,  # the terminal's Ctrl-C is the server's affair
@@ -296,6 +295,19 @@ class ReplicaEngine(AsyncEngine):
                 await asyncio.to_thread(process.popen.wait)
             for flying in process.flying.values():
                 flying.stream.fail("the server is shutting down", "aborted")
+
+
+def _command(fd: int) -> list[str]:
+    """Python that imports what this process does.
+
+    ``-m`` would put the working directory first and leave a script's folder out; ``PYTHONPATH`` is not read
+    in isolated mode, and would reach whatever the replica starts itself.
+    """
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores others too
+    code = f"import sys; sys.path[:] = {path!a}; from layertap.server.replica import main; sys.exit(main())"
+    modes = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
+    given = [mode for mode, on in modes.items() if on]
+    return [sys.executable, *given, "-c", code, "layertap.server.replica", str(fd)]
 
 
 def _config_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
