@@ -175,4 +175,3 @@ def main() -> int:
     closing.start()
     closing.join(10)
     os._exit(0)  # a step that still runs must not keep the process
-
