@@ -315,9 +315,7 @@ def test_a_signal_at_the_start_ends_server_and_engine_at_once(
         with pytest.raises(SystemExit):
             build_service(flags.parse(tiny_flags(chat_model, tmp_path)))
         assert time.monotonic() - begun < 20
-        while set(engines()) - set(others):
-            assert time.monotonic() - begun < 25
-            time.sleep(0.02)
+        assert not set(engines()) - set(others)
     finally:
         signal.signal(signal.SIGTERM, before)
         thread.join()

@@ -104,11 +104,14 @@ class ReplicaEngine(AsyncEngine):
             self.facts = process.facts
 
     def kill(self) -> None:
-        """End every process at once."""
+        """End every process at once, and see it gone."""
         self._kill_starting()
-        for process in self._processes:
-            if process is not None:
-                process.popen.kill()
+        running = [p.popen for p in self._processes if p is not None]
+        for popen in running:
+            popen.kill()
+        for popen in (*running, *self._starting.values()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                popen.wait(_END_SECONDS)
 
     def _kill_starting(self) -> None:
         self._closing = True
