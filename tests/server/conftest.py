@@ -61,7 +61,8 @@ class ThreadServer:
     def __init__(self, *argv: str) -> None:
         args = flags.parse(argv)
         self.service = build_service(args)
-        self.core = self.service.engine._engine.core  # type: ignore[attr-defined]
+        local = getattr(self.service.engine, "_engine", None)
+        self.core = local and local.core  # None: it is in a process of its own
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]

@@ -27,6 +27,8 @@ from layertap.server.requests import ChatRequest, CompletionRequest, DetokenizeR
 from layertap.server.service import Service
 
 _PIECE = 1 << 20
+_SETTLE_SECONDS = 10.0
+"""For aborted calls, when the server ends: an engine that does not answer must not keep it."""
 _STARTED = int(time.time())
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 413, 422, 500, 503, 507)
@@ -196,8 +198,9 @@ def build_app(service: Service, api_keys: Sequence[str] = (), root_path: str = "
         finally:
             if sweeper is not None:
                 sweeper.cancel()
-            await service.settle()
+            await service.settle(_SETTLE_SECONDS)
             await service.engine.close()
+            await service.settle(_SETTLE_SECONDS)  # the engine's end has ended the rest
 
     app = FastAPI(
         title="layertap", version=__version__, lifespan=lifespan, root_path=root_path, redoc_url=None,

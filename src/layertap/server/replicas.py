@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -64,7 +65,7 @@ class _Process:
 
 
 class ReplicaEngine(AsyncEngine):
-    """N engine processes.
+    """N engine processes. They start with it; :meth:`wait_ready` says how that went.
 
     Args:
         config: of each of them; on GPUs each gets one of its own.
@@ -72,35 +73,80 @@ class ReplicaEngine(AsyncEngine):
         count: how many.
 
     Raises:
-        InvalidInputError: the configuration is wrong; raised when the first process has said so.
+        InvalidInputError: there are not so many GPUs.
     """
 
     def __init__(self, config: EngineConfig, transfer: KVTransferConfig | None, count: int) -> None:
         self._configs = [_config_of(config, i, count) for i in range(count)]
         self._transfer = transfer
         self._environment = _environment(count)
-        starting = [self._spawn(i) for i in range(count)]
-        try:
-            self._processes: list[_Process | None] = [_ready(i, *s) for i, s in enumerate(starting)]
-        except BaseException:
-            for popen, sock in starting:
-                popen.kill()
-                sock.close()
-            raise
-        first = self._processes[0]
-        assert first is not None
-        self.facts = first.facts
+        self._starting: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: list[_Process | None] = [None] * count
         self.restarts = [0] * count
         self._keepers: list[asyncio.Task[None]] = []
         self._closing = False
+        self._spawned: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+        try:
+            for i in range(count):
+                self._spawned.append(self._spawn(i))
+        except BaseException:
+            self.kill()
+            raise
+
+    def wait_ready(self) -> None:
+        """Wait until every process has loaded its model. Then there are ``facts``.
+
+        Raises:
+            LayertapError: one of them cannot start. It has said why: the configuration is wrong, say.
+        """
+        for i, spawned in enumerate(self._spawned):
+            process = self._processes[i] = self._ready(i, *spawned)
+            self.facts = process.facts
+
+    def kill(self) -> None:
+        """End every process at once, and see it gone."""
+        self._kill_starting()
+        running = [p.popen for p in self._processes if p is not None]
+        for popen in running:
+            popen.kill()
+        for popen in (*running, *self._starting.values()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                popen.wait(_END_SECONDS)
+
+    def _kill_starting(self) -> None:
+        self._closing = True
+        for popen in list(self._starting.values()):
+            popen.kill()
 
     def _spawn(self, index: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "layertap.server.replica", str(theirs.fileno())]
         with theirs:
-            popen = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=self._environment)
-        ours.sendall(wire.pack(wire.Begin(self._configs[index], self._transfer)))
+            popen = subprocess.Popen(
+                _command(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+                start_new_session=True,  # the terminal's Ctrl-C is the server's affair
+            )
+        self._starting[index] = popen
+        if self._closing:  # since the restart began
+            popen.kill()
+        begin = wire.Begin(self._configs[index], self._transfer, logger.getEffectiveLevel())
+        with contextlib.suppress(BrokenPipeError):  # it has ended: _ready() tells
+            ours.sendall(wire.pack(begin))
         return popen, ours
+
+    def _ready(self, index: int, popen: subprocess.Popen[bytes], sock: socket.socket) -> _Process:
+        """Wait for what a process says first."""
+        message = wire.receive(sock)
+        if isinstance(message, wire.Refused):
+            popen.wait()
+            raise message.error
+        if not isinstance(message, wire.Ready):
+            raise EngineUnavailableError(
+                f"engine process {index} ended with status {popen.wait()} before it was ready"
+            )
+        del self._starting[index]
+        return _Process(index, popen, sock, message.facts)
 
     async def start(self) -> None:
         self._keepers = [asyncio.create_task(self._keep(i)) for i in range(len(self._configs))]
@@ -120,9 +166,8 @@ class ReplicaEngine(AsyncEngine):
                     continue
             process.reader, process.writer = await asyncio.open_connection(sock=process.socket)
             self._processes[index] = process
-            while (message := await wire.areceive(process.reader)) is not None:
+            if await self._read(process):
                 pause = _FIRST_PAUSE
-                self._take(process, message)
             self._processes[index] = None
             process.writer.close()
             status = await asyncio.to_thread(process.popen.wait)
@@ -137,11 +182,28 @@ class ReplicaEngine(AsyncEngine):
                 if not flying.accepted.done():
                     flying.accepted.set_exception(EngineUnavailableError(reason))
 
+    async def _read(self, process: _Process) -> bool:
+        """Take what a replica sends until it is gone; one that sends what cannot be read is ended.
+
+        Returns:
+            Whether it took any call.
+        """
+        assert process.reader is not None
+        useful = False
+        try:
+            while (message := await wire.areceive(process.reader)) is not None:
+                useful = useful or not isinstance(message, wire.Stats)
+                self._take(process, message)
+        except Exception:
+            logger.exception("engine process %d sent what cannot be read: it is ended", process.index)
+            process.popen.kill()
+        return useful
+
     async def _restart(self, index: int) -> _Process | None:
         try:
             popen, sock = await asyncio.to_thread(self._spawn, index)
             try:
-                process = await asyncio.to_thread(_ready, index, popen, sock)
+                process = await asyncio.to_thread(self._ready, index, popen, sock)
             except BaseException:
                 popen.kill()
                 raise
@@ -158,8 +220,10 @@ class ReplicaEngine(AsyncEngine):
         elif isinstance(message, wire.Output):
             flying = process.flying.get(message.output.request_id)
             if flying is not None:
-                flying.stream.put(message.output)
-                if message.output.finished:
+                prompt = flying.stream.call.prompt
+                output = replace(message.output, prompt=prompt.text, prompt_token_ids=prompt.token_ids)
+                flying.stream.put(output)
+                if output.finished:
                     process.forget(flying.stream.call)
         elif isinstance(message, wire.Accepted):
             flying = process.flying.get(message.call_id)
@@ -218,7 +282,7 @@ class ReplicaEngine(AsyncEngine):
         return any(p is not None and p.writer is not None for p in self._processes)
 
     async def close(self) -> None:
-        self._closing = True
+        self._kill_starting()
         ending = [p for p in self._processes if p is not None]
         for process in ending:
             if process.writer is not None:
@@ -236,16 +300,17 @@ class ReplicaEngine(AsyncEngine):
                 flying.stream.fail("the server is shutting down", "aborted")
 
 
-def _ready(index: int, popen: subprocess.Popen[bytes], sock: socket.socket) -> _Process:
-    message = wire.receive(sock)
-    if isinstance(message, wire.Refused):
-        popen.wait()
-        raise message.error
-    if not isinstance(message, wire.Ready):
-        raise EngineUnavailableError(
-            f"engine process {index} ended with status {popen.wait()} before it was ready"
-        )
-    return _Process(index, popen, sock, message.facts)
+def _command(fd: int) -> list[str]:
+    """Python that imports what this process does.
+
+    ``-m`` would put the working directory first and leave a script's folder out; ``PYTHONPATH`` is not read
+    in isolated mode, and would reach whatever the replica starts itself.
+    """
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores others too
+    code = f"import sys; sys.path[:] = {path!a}; from layertap.server.replica import main; sys.exit(main())"
+    modes = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
+    given = [mode for mode, on in modes.items() if on]
+    return [sys.executable, *given, "-c", code, "layertap.server.replica", str(fd)]
 
 
 def _config_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
@@ -262,6 +327,8 @@ def _config_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
 
 
 def _environment(count: int) -> dict[str, str]:
-    """Processes that share a CPU each get their part of its cores."""
-    threads = str(max(1, (os.cpu_count() or 1) // count))
-    return {"OMP_NUM_THREADS": threads, **os.environ}
+    """Processes that share a CPU each get their part of the cores that this one may use."""
+    if count == 1:
+        return dict(os.environ)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ}

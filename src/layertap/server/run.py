@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,10 +125,14 @@ def _engine(config: EngineConfig, transfer: KVTransferConfig | None) -> tuple[As
     from layertap.server.replicas import ReplicaEngine
 
     source = loader.prepare_source(config.model)  # once, before several processes would
-    with ThreadPoolExecutor(1) as pool:
-        tokenizer = pool.submit(loader.load_tokenizer, config, source)  # while the engines start
-        engine = ReplicaEngine(config, transfer, config.data_parallel_size)
-        return engine, tokenizer.result()
+    engine = ReplicaEngine(config, transfer, config.data_parallel_size)
+    try:
+        tokenizer = loader.load_tokenizer(config, source)  # while the engines start
+        engine.wait_ready()
+    except BaseException:  # a signal among them
+        engine.kill()
+        raise
+    return engine, tokenizer
 
 
 def _template(given: str) -> str:

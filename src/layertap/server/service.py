@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,10 +143,11 @@ class Service:
         finally:
             self.storage.release(0, stream.call.record_ids)
 
-    async def settle(self) -> None:
-        """Wait for aborted calls to be gone."""
-        while self._cleaning:
-            await asyncio.wait(list(self._cleaning))
+    async def settle(self, seconds: float) -> None:
+        """Wait for aborted calls to be gone, so long at most."""
+        deadline = time.monotonic() + seconds
+        while self._cleaning and (left := deadline - time.monotonic()) > 0:
+            await asyncio.wait(list(self._cleaning), timeout=left)
 
 
 class Flight:

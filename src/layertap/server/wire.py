@@ -6,6 +6,7 @@ Both ends are this package in the same installation, and the socket has no name 
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 import socket
 import struct
@@ -14,10 +15,15 @@ from typing import Any
 
 from layertap.config import EngineConfig
 from layertap.connectors.transfer_config import KVTransferConfig
+from layertap.errors import InvalidInputError, LayertapError
 from layertap.outputs import RequestOutput
 from layertap.server.engine import EngineCall, EngineFacts
 
+logger = logging.getLogger("layertap")
+
 _LENGTH = struct.Struct("!Q")
+_INLINE_BYTES = 1 << 20
+"""Longer messages are unpickled beside the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,8 @@ class Begin:
 
     config: EngineConfig
     transfer: KVTransferConfig | None
+    log_level: int
+    """Of the server's log, and so of the replica's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Output:
+    """From the replica: without the prompt, which the server has."""
+
     output: RequestOutput
 
 
@@ -76,6 +86,19 @@ def pack(message: object) -> bytes:
     """A message's bytes on the wire."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(data)) + data
+
+
+def sendable(error: LayertapError) -> LayertapError:
+    """The error, if the other end can read it; a plain one of its kind if not, as where a class of its own
+    has a constructor of its own."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception as failure:  # noqa: BLE001 - the error itself is what is told
+        logger.debug("%s does not pickle: %s", type(error).__name__, failure)
+        if isinstance(error, InvalidInputError):
+            return InvalidInputError(error.field, str(error.value), error.allowed)
+        return LayertapError(str(error))
+    return error
 
 
 def receive(sock: socket.socket) -> Any | None:
@@ -100,10 +123,32 @@ def _exactly(sock: socket.socket, count: int) -> bytes | None:
     return bytes(parts)
 
 
+class _PickleFile:
+    """A long pickle as a file written in Python: the unpickler comes back to the interpreter for each frame
+    of 64 KiB, and other threads get their turn. From bytes it would keep them all waiting until its end."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self._position = 0
+
+    def read(self, count: int) -> bytes:
+        start = self._position
+        self._position += count
+        return bytes(self._data[start : self._position])
+
+    def readline(self) -> bytes:
+        raise pickle.UnpicklingError("a line in a pickle of the highest protocol, which has none")
+
+
+def _load_long(data: bytes) -> Any:
+    return pickle.Unpickler(_PickleFile(data)).load()
+
+
 async def areceive(reader: asyncio.StreamReader) -> Any | None:
-    """:func:`receive` on the event loop."""
+    """:func:`receive` on the event loop, which goes on while a long message is unpickled."""
     try:
-        head = await reader.readexactly(_LENGTH.size)
-        return pickle.loads(await reader.readexactly(_LENGTH.unpack(head)[0]))
+        length = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0]
+        data = await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+    return pickle.loads(data) if length <= _INLINE_BYTES else await asyncio.to_thread(_load_long, data)
