@@ -157,6 +157,22 @@ def test_a_check_that_fails_in_an_unforeseen_way_fails_its_request_alone(replica
     assert metric(replica, "replica_restarts_total") == {"0": 0}
 
 
+@pytest.mark.slow
+def test_a_wrong_prompt_among_others_leaves_nothing_of_them(replica: ThreadServer) -> None:
+    """None of them runs before all are checked."""
+    storage = replica.service.storage
+    assert storage is not None
+    before = set(os.listdir(storage.folder))
+    for _ in range(10):
+        refused = replica.post("/v1/completions", {"prompt": [[7, 8, 9], [5], [999]], "max_tokens": 1})
+        assert refused.status_code == 400
+        assert "999" in refused.json()["error"]["message"]
+    both = replica.post("/v1/completions", {"prompt": [[7, 8, 9], [5]], "max_tokens": 1}).json()
+    for choice in both["choices"]:
+        verify_record(choice["kv_transfer_params"]["hidden_states_path"])
+    assert len(set(os.listdir(storage.folder)) - before) == 2
+
+
 def test_replicas_share_the_cores_that_the_server_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)

@@ -18,6 +18,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from layertap.engine.collector import OutputCollector
 from layertap.engine.loader import first_line
 from layertap.errors import ExtractionError, InvalidInputError, LayertapError
 from layertap.outputs import RequestOutput
@@ -39,6 +40,8 @@ class Replica:
         self._socket = sock
         self._engine = engine
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._held: dict[str, OutputCollector] = {}
+        """Checked calls that wait for others of their request."""
         self._stats_level = logging.ERROR
         self._writer = threading.Thread(target=self._write, name="layertap-replica-writer", daemon=True)
 
@@ -48,13 +51,16 @@ class Replica:
         self._writer.start()
         while (message := wire.receive(self._socket)) is not None:
             if isinstance(message, wire.Submit):
-                self._submit(message.call)
+                self._check(message.call, message.hold)
+            elif isinstance(message, wire.Run):
+                self._submit(self._held.pop(message.call_id))
             elif isinstance(message, wire.Abort):
-                self._engine.abort(message.call)
+                if self._held.pop(message.call.request_id, None) is None:
+                    self._engine.abort(message.call)
             else:
                 raise TypeError(f"unexpected message {type(message).__name__}")
 
-    def _submit(self, call: EngineCall) -> None:
+    def _check(self, call: EngineCall, hold: bool) -> None:
         try:
             collector = self._engine.collect(call, self._deliver)
         except InvalidInputError as error:
@@ -66,6 +72,12 @@ class Replica:
             self._outbox.put(wire.Refused(call.request_id, ExtractionError(call.request_id, reason)))
             return
         self._outbox.put(wire.Accepted(call.request_id))
+        if hold:
+            self._held[call.request_id] = collector
+        else:
+            self._submit(collector)
+
+    def _submit(self, collector: OutputCollector) -> None:
         try:
             self._engine.submit(collector)
         except EngineUnavailableError:

@@ -239,21 +239,32 @@ class ReplicaEngine(AsyncEngine):
                     flying.accepted.set_exception(message.error)
 
     async def submit(self, calls: Sequence[EngineCall]) -> list[OutputStream]:
-        submitted: list[_Flying] = []
-        for call in calls:
-            process = self._least_loaded()
-            flying = _Flying(OutputStream(call), asyncio.get_running_loop().create_future())
-            process.flying[call.request_id] = flying
-            process.load += call.num_tokens
-            process.send(wire.Submit(call))
-            submitted.append(flying)
-        results = await asyncio.gather(*(f.accepted for f in submitted), return_exceptions=True)
-        wrong = next((r for r in results if isinstance(r, BaseException)), None)
-        if wrong is not None:
-            for flying in submitted:
+        # Of several none may run before all are checked: what one has stored would be nobody's if another is
+        # refused.
+        hold = len(calls) > 1
+        submitted: list[tuple[_Process, _Flying]] = []
+        try:
+            for call in calls:
+                process = self._least_loaded()
+                flying = _Flying(OutputStream(call), asyncio.get_running_loop().create_future())
+                process.flying[call.request_id] = flying
+                process.load += call.num_tokens
+                process.send(wire.Submit(call, hold))
+                submitted.append((process, flying))
+            results = await asyncio.gather(*(f.accepted for _, f in submitted), return_exceptions=True)
+            wrong = next((r for r in results if isinstance(r, BaseException)), None)
+            if wrong is not None:
+                raise wrong
+        except BaseException:
+            for process, flying in submitted:
                 self.abort(flying.stream.call)
-            raise wrong
-        return [f.stream for f in submitted]
+                if hold:
+                    process.forget(flying.stream.call)  # it never ran: nothing more is heard of it
+            raise
+        if hold:
+            for process, flying in submitted:
+                process.send(wire.Run(flying.stream.call.request_id))
+        return [f.stream for _, f in submitted]
 
     def _least_loaded(self) -> _Process:
         alive = [p for p in self._processes if p is not None and p.writer is not None]

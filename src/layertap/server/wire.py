@@ -60,7 +60,18 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
+    """To the replica: check a call and run it."""
+
     call: EngineCall
+    hold: bool = False
+    """Run it only when :class:`Run` says so: with others that are still being checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """To the replica: go on with a call that was held."""
+
+    call_id: str
 
 
 @dataclass(frozen=True, slots=True)
