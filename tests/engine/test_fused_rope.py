@@ -15,7 +15,9 @@ from layertap.engine.fused_rope import fuse_rope
 PROMPTS = [[3, 5, 7, 11, 2, 9], [8, 1, 4]]
 
 
-@pytest.mark.parametrize(("name", "expected"), [("llama", 2), ("qwen3", 2), ("gemma3", 0), ("gpt_oss", 0)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("llama", 2), ("qwen3", 2), ("qwen3_moe", 2), ("gemma3", 0), ("gpt_oss", 0)]
+)
 def test_fused_layers_give_what_the_model_gives(
     name: str,
     expected: int,
@@ -40,8 +42,10 @@ def test_fused_layers_give_what_the_model_gives(
     fused = make_llm(tiny(name), layers=[0, 1, 2], enforce_eager=False)
     for record in fused.extract(PROMPTS):
         torch.testing.assert_close(record.hidden_states, plain[len(record.token_ids)], rtol=1e-4, atol=1e-5)
-    assert counts
-    assert set(counts) == {expected}
+    # Mixture-of-experts layers are several graphs, of which one has the attention.
+    assert max(counts) == expected
+    if name in ("llama", "qwen3"):
+        assert len(counts) == 1, "compiled once"
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -76,6 +80,31 @@ def changed_in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
     return straight + (rotated * sin.unsqueeze(1))
 
 
+def changed_by_a_function(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    t = x.transpose(1, 2)
+    straight = t * cos.unsqueeze(1)
+    rotated = rotate_half(t)
+    torch.nn.functional.silu(x, inplace=True)
+    return straight + (rotated * sin.unsqueeze(1))
+
+
+def changed_before(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    x[:, 0] = 3
+    return rope(x, cos, sin) + x.sum()
+
+
+def many_scales(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + cos.abs().mean(-1)[..., None, None])
+    return rope(weight * wide.to(torch.float32), cos, sin)
+
+
+def used_elsewhere(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    t = x.transpose(1, 2)
+    angles = cos.unsqueeze(1)
+    return (t * angles) + (rotate_half(t) * sin.unsqueeze(1)) + angles.sum() + t.amax()
+
+
 def another_norm(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-2, keepdim=True) + 1e-6)
@@ -91,6 +120,10 @@ def another_norm(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: 
         (part_of_a_head, 16, 1, False),
         (changed_in_place, 8, 0, False),
         (another_norm, 8, 1, False),
+        (changed_by_a_function, 8, 0, False),
+        (changed_before, 8, 1, False),
+        (many_scales, 8, 1, False),
+        (used_elsewhere, 8, 1, False),
     ],
 )
 def test_only_the_formula_is_taken_for_the_formula(
@@ -99,7 +132,7 @@ def test_only_the_formula_is_taken_for_the_formula(
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 5, 3, size, generator=generator)
     cos, sin, weight = (torch.randn(*shape, generator=generator) for shape in ((1, 5, 8), (1, 5, 8), (8,)))
-    takes_weight = function in (normed, another_norm)
+    takes_weight = function in (normed, another_norm, many_scales)
     arguments = (weight, cos, sin) if takes_weight else (cos, sin)
     wanted = function(x.clone(), *arguments)
     counts: list[int] = []

@@ -6,10 +6,12 @@ import re
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from layertap.sinks import record_memory
 from layertap.sinks.record_memory import RecordMemory
 
 MB = 1 << 20
@@ -59,6 +61,31 @@ def test_no_more_is_kept_than_allowed() -> None:
     memory.close()
     del held
     assert memory.kept_bytes == 0, "closed: nothing comes back"
+
+
+def test_blocks_that_no_longer_fit_make_room_for_those_that_do() -> None:
+    memory = RecordMemory(100 * MB)
+    large = [make(memory, 30) for _ in range(3)]
+    del large
+    small = make(memory, 12)
+    where = small.data_ptr()
+    del small
+    assert make(memory, 12).data_ptr() == where
+    assert memory.kept_bytes == 72 * MB
+
+
+def test_what_lies_unused_is_given_back_where_memory_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = RecordMemory(100 * MB)
+    unused = make(memory, 30)
+    del unused
+
+    def none(size: int) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(record_memory, "_new", none)
+    record = make(memory, 60)
+    record.fill_(1)
+    assert memory.kept_bytes == 0
 
 
 def test_small_tensors_are_plain_ones() -> None:

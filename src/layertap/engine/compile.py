@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from layertap.config import EngineConfig
+from layertap.engine import fused_rope
 from layertap.engine.attention import AttentionLayer
 from layertap.engine.fused_products import fuse_residuals, takes
 from layertap.engine.fused_rope import fuse_rope
@@ -81,7 +82,10 @@ def compile_runner(runner: ModelRunner, config: EngineConfig, phases: StartPhase
     assert budget is not None
     runner.least_tokens = 2
     try:
-        runner.warm_up(budget, with_logits=not config.extract_only)
+        # Where operators take numbers of a layer, such as a norm's eps, those are constants: as inputs they
+        # would have everything compiled a second time.
+        with torch._dynamo.config.patch(specialize_float=_fuses(layers)):
+            runner.warm_up(budget, with_logits=not config.extract_only)
     except (RuntimeError, OSError, ImportError) as e:  # no compiler on this machine, or one that fails
         logger.warning("layers run uncompiled: %s: %s", type(e).__name__, first_line(e))
         uncompile_layers(layers)
@@ -113,11 +117,14 @@ def compile_layers(layers: nn.ModuleList) -> bool:
     """
     if any(attention_of(layer) is None for layer in layers):
         return False
-    fuses = any(takes(weight) for weight in layers.parameters())
+    fuses = _fuses(layers)
     backend = _compile_fused if fuses else "inductor"
     kinds: dict[type[nn.Module], Callable[..., Any]] = {}
     for layer in layers:
         kind = type(layer)
+        attention, weight = attention_of(layer), next(layer.parameters(), None)
+        if fuses and attention is not None and weight is not None:
+            fused_rope.works(weight.device, weight.dtype, attention.key_dim)
         if kind not in kinds:
             kinds[kind] = torch.compile(_plain(kind.forward), dynamic=True, backend=backend)
         for part in layer.modules():
@@ -126,6 +133,10 @@ def compile_layers(layers: nn.ModuleList) -> bool:
                 part.forward = types.MethodType(plain, part)
         layer.forward = _bound(kinds[kind], layer)
     return True
+
+
+def _fuses(layers: nn.ModuleList) -> bool:
+    return any(takes(weight) for weight in layers.parameters())
 
 
 def _compile_fused(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:

@@ -6,17 +6,23 @@ Shapes: 1 a batch of one, T tokens, N heads, D their size.
 
 from __future__ import annotations
 
+import functools
+import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from layertap.kernels.triton_support import use_triton
 
+logger = logging.getLogger("layertap")
+
 _LARGEST = 256
+_TOLERANCE = 2e-2
 _PRODUCTS: tuple[Callable[..., Any], ...] = (operator.mul, torch.mul)
 _SUMS: tuple[Callable[..., Any], ...] = (operator.add, torch.add)
 _OPPOSITES: tuple[Callable[..., Any], ...] = (operator.neg, torch.neg)
@@ -42,6 +48,12 @@ def norm_rope(
         from layertap.kernels import norm_rope as kernel
 
         return kernel.norm_rope(_rows(x), weight, _rows(cos), _rows(sin), eps)
+    return _formula(x, weight, cos, sin, eps)
+
+
+def _formula(
+    x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> torch.Tensor:
     r = x.float()
     if weight is not None:
         r = r * torch.rsqrt(r.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
@@ -54,10 +66,34 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _shape(
-    x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float
-) -> torch.Tensor:
+def _shape(x: torch.Tensor, *others: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
+
+
+@functools.cache
+def works(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """The operator gives what the formula gives, on this device and for this size of a head. Tried once:
+    best before anything is being compiled."""
+    with unset_fake_temporarily():
+        return _agrees(device, dtype, size)
+
+
+def _agrees(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    generator = torch.Generator(device=device).manual_seed(0)
+    x, weight, cos, sin = (
+        torch.randn(*shape, device=device, generator=generator).to(dtype)
+        for shape in ((1, 5, 3, size), (size,), (1, 5, size), (1, 5, size))
+    )
+    try:
+        pairs = [(norm_rope(x, w, cos, sin, 1e-6), _formula(x, w, cos, sin, 1e-6)) for w in (weight, None)]
+        errors = [float((got - expected).float().norm() / expected.float().norm()) for got, expected in pairs]
+    except Exception as error:  # noqa: BLE001 - another release of Triton, say: there is another way
+        logger.warning("rotary embeddings are not fused: %s: %s", type(error).__name__, error)
+        return False
+    if not all(error < _TOLERANCE for error in errors):
+        logger.warning("rotary embeddings are not fused: they differ from PyTorch's by %s", errors)
+        return False
+    return True
 
 
 for _key in ("CPU", "CUDA"):
@@ -80,39 +116,79 @@ def fuse_rope(graph: fx.Graph) -> int:
     Args:
         graph: as ``torch.compile`` traces it, with an example of each value; changed in place.
     """
-    if any(_may_write(node) for node in graph.nodes):
-        return 0  # what was read early in the graph would be read late
     count = 0
     for node in list(graph.nodes):
         found = _find(node)
         if found is None:
             continue
+        inner = _between(node, found)
+        nodes = list(graph.nodes)
+        first = min(nodes.index(n) for n in inner)
+        if any(_may_write(n) for n in nodes[first : nodes.index(node)]):
+            continue  # what was read early would be read late
+        example = _example(found.x)
+        assert example is not None
+        if not works(example.device, example.dtype, int(example.shape[3])):
+            continue
         with graph.inserting_before(node):
-            eps = 0.0 if found.weight is None else found.eps
-            arguments = (found.x, found.weight, found.cos, found.sin, eps)
+            arguments = (found.x, found.weight, found.cos, found.sin, found.eps)
             fused = graph.call_function(torch.ops.layertap.norm_rope.default, arguments)
             turned = graph.call_method("transpose", (fused, 1, 2))
         fused.meta.update(found.x.meta)
         turned.meta.update(node.meta)
         node.replace_all_uses_with(turned)
-        graph.erase_node(node)
+        for n in sorted(inner, key=nodes.index, reverse=True):
+            if not n.users:
+                graph.erase_node(n)
         count += 1
-    if count:
-        graph.eliminate_dead_code()
     return count
 
 
+def _between(node: fx.Node, found: _Found) -> set[fx.Node]:
+    """What computes the node from the inputs of the formula, itself included."""
+    leaves = (found.x, found.cos, found.sin, found.weight, found.eps)
+    inner: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        n = waiting.pop()
+        if n not in inner and n not in leaves:
+            inner.add(n)
+            waiting.extend(n.all_input_nodes)
+    return inner
+
+
+_IN_PLACE = {
+    getattr(operator, name)
+    for name in (
+        "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imod", "imul", "imatmul", "ior", "ipow",
+        "irshift", "isub", "itruediv", "ixor", "setitem", "delitem",
+    )
+}  # fmt: skip
+
+
 def _may_write(node: fx.Node) -> bool:
-    """Whether it may change a tensor in place."""
+    """Whether it may change a tensor in place. Of what is not known it may."""
     if node.op == "call_method":
         return str(node.target).endswith("_")
     if node.op != "call_function":
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
-    name = getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") or (name.startswith("i") and hasattr(operator, f"__{name}__"))
-    return in_place or name == "setitem" or node.kwargs.get("out") is not None
+        return node.op == "call_module"
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(overload._schema.is_mutable for overload in _overloads(target))
+    if isinstance(target, torch._ops.HigherOrderOperator) or target in _IN_PLACE:
+        return True
+    name = getattr(target, "__name__", "_")
+    if name.endswith("_") or name in ("batch_norm", "instance_norm") or node.kwargs.get("out") is not None:
+        return True
+    # An argument "inplace" that is given, by name or by place.
+    functional = getattr(target, "__module__", "") == "torch.nn.functional"
+    return bool(node.kwargs.get("inplace")) or (functional and any(a is True for a in node.args))
+
+
+def _overloads(packet: Any) -> Iterator[Any]:
+    return (getattr(packet, name) for name in packet.overloads())
 
 
 def _find(node: fx.Node) -> _Found | None:
@@ -138,7 +214,7 @@ def _is_rotated(cat: fx.Node, t: fx.Node, size: int) -> bool:
     """Whether it is the second half of t, negated, before the first."""
     if cat.target is not torch.cat or len(cat.args) + len(cat.kwargs) != 2:
         return False
-    parts = cat.args[0]
+    parts = cat.args[0] if cat.args else None
     if (cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim")) != -1:
         return False
     if not isinstance(parts, tuple | list) or len(parts) != 2:
@@ -178,10 +254,12 @@ def _normed(node: fx.Node) -> tuple[fx.Node, fx.Node, Any] | None:
         return None
     if scale.shape != example.shape[-1:] or _dtype(node) != example.dtype:
         return None
-    added = root.args[0]
+    added = root.args[0] if len(root.args) == 1 else None
     if not isinstance(added, fx.Node) or added.target not in _SUMS or len(added.args) != 2 or added.kwargs:
         return None
     mean, eps = added.args
+    if _example(eps) is not None or not isinstance(eps, float | fx.Node):
+        return None  # a tensor: not one number
     square = _method(mean, "mean", -1, keepdim=True)
     if square is None or _method(square, "pow", 2) is not wide:
         return None

@@ -38,7 +38,7 @@ def _norm_rope(
     NORMED: tl.constexpr,
 ):
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None, None]
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[None, :, None]
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[None, :, None]
     place = tl.arange(0, HALF)[None, None, :]
     there = (token < tokens) & (head < heads)
     known = token < tokens

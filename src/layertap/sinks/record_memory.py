@@ -7,9 +7,8 @@ them; and a program that takes record after record lets go of as much as it is g
 from __future__ import annotations
 
 import contextlib
-import functools
+import math
 import mmap
-import os
 import sys
 import threading
 import weakref
@@ -17,6 +16,8 @@ from collections import deque
 
 import numpy as np
 import torch
+
+from layertap.engine.memory import machine_memory
 
 _LEAST = 8 << 20
 """Smaller ones come from where other tensors come from."""
@@ -28,63 +29,88 @@ _MOST_KEPT = 4 << 30
 class RecordMemory:
     """Tensors for records. Safe to use from any thread.
 
+    What other processes are given of a tensor (``share_memory_``) is a copy: arrays that were made of the
+    tensor before lose their memory then, here as elsewhere, and may show another record's.
+
     Args:
         most_kept: bytes that may lie here unused; None takes 4 GiB, and a sixteenth of a smaller machine's
             memory.
     """
 
     def __init__(self, most_kept: int | None = None) -> None:
-        self._most_kept = _default() if most_kept is None else most_kept
+        self._most_kept = min(_MOST_KEPT, machine_memory() // 16) if most_kept is None else most_kept
         self._lock = threading.Lock()
         self._free: deque[mmap.mmap] = deque()
+        """The one that came back first is the first; changed under the lock."""
         # A record may go while this thread holds the lock: what comes back is left here, without one.
         self._returned: deque[mmap.mmap] = deque()
-        self.closed = False
+        self._closed = False
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that lie here unused."""
-        return sum(len(block) for blocks in (self._free, self._returned) for block in tuple(blocks))
+        with self._lock:
+            self._settle()
+            return sum(map(len, self._free))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with anything in it. Its memory comes back here when its last view is gone."""
-        count = functools.reduce(lambda a, b: a * b, shape, 1)
-        size = count * dtype.itemsize
+        """A tensor with anything in it. Its memory comes back here when its last view is gone.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+        size = math.prod(shape) * dtype.itemsize
         if size < _LEAST or not sys.platform.startswith("linux"):
             return torch.empty(shape, dtype=dtype)
-        block = self._take(size) or _new(size)
+        block = self._take(size)
+        if block is None:
+            try:
+                block = _new(size)
+            except OSError:  # what lies here unused may be what is missing
+                self.clear()
+                return torch.empty(shape, dtype=dtype)
         array = np.frombuffer(block, dtype=np.uint8, count=size)
         weakref.finalize(array, self._give_back, block).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
 
-    def close(self) -> None:
-        """Keep nothing, now and later. Tensors that are out stay as they are."""
-        self.closed = True
-        self._returned.clear()
+    def clear(self) -> None:
+        """Give back to the system what lies here unused."""
         with self._lock:
             self._free.clear()
+            self._returned.clear()
+
+    def close(self) -> None:
+        """Keep nothing, now and later. Tensors that are out stay as they are."""
+        self._closed = True
+        self.clear()
 
     def _take(self, size: int) -> mmap.mmap | None:
         with self._lock:
-            while self._returned:
-                self._free.append(self._returned.popleft())
+            self._settle()
             most = size + size // _WASTE + _LARGE_PAGE
             fitting = [block for block in self._free if size <= len(block) <= most]
-            if not fitting:
-                return None
-            best = min(fitting, key=len)
-            self._free.remove(best)
-            return best
+            best = min(fitting, key=len, default=None)
+            if best is not None:
+                self._free.remove(best)
+        return best
 
     def _give_back(self, block: mmap.mmap) -> None:
-        if self.closed:
-            return
         self._returned.append(block)
-        while self._returned and self.kept_bytes > self._most_kept:
+        if self._closed:
+            self._returned.clear()
+        elif self._lock.acquire(blocking=False):  # whoever has it sees to it
             try:
-                self._returned.popleft()
-            except IndexError:  # another thread was faster
-                break
+                self._settle()
+            finally:
+                self._lock.release()
+
+    def _settle(self) -> None:
+        """Take in what has come back, and let go of the oldest where it is too much. Under the lock."""
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        kept = sum(map(len, self._free))
+        while kept > self._most_kept:
+            kept -= len(self._free.popleft())
 
 
 def _new(size: int) -> mmap.mmap:
@@ -92,8 +118,3 @@ def _new(size: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # the system has none: small ones it is
         block.madvise(mmap.MADV_HUGEPAGE)
     return block
-
-
-def _default() -> int:
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(_MOST_KEPT, machine // 16)
