@@ -85,3 +85,16 @@ def test_the_fastest_of_the_latest_steps_counts() -> None:
     device.watch(begun + 3.1)
     device.launch(4)
     assert device.clock.seconds_to_spare() == pytest.approx(4, abs=0.02)
+
+
+def test_a_step_whose_beginning_was_not_seen_does_not_begin_later_with_every_look() -> None:
+    device = Device()
+    device.launch(1)
+    device.watch(101.1)
+    device.launch(2)
+    device.launch(3)
+    device.now = device.free - 2.5
+    device.clock.look()
+    spare = device.clock.seconds_to_spare()
+    device.watch(device.now + 0.5)
+    assert device.clock.seconds_to_spare() == pytest.approx(max(0.0, spare - 0.5), abs=0.02)

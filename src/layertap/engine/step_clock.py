@@ -22,7 +22,6 @@ _SPARE_SECONDS = 0.004
 class _Running:
     num_tokens: int
     ended: Callable[[], bool]
-    launched: float
 
 
 class StepClock:
@@ -37,8 +36,10 @@ class StepClock:
         self._running: deque[_Running] = deque()
         self._token_seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._launch_seconds: deque[float] = deque(maxlen=_LAUNCHES)
-        self._free_since: float | None = None
-        """When the device came to the first running step; None if that is not known."""
+        self._since = 0.0
+        """When the device came to the first running step, or a moment before."""
+        self._exact = False
+        """It is that moment."""
         self._looked = 0.0
 
     def launched(self, num_tokens: int, begun: float, ended: Callable[[], bool]) -> None:
@@ -52,8 +53,8 @@ class StepClock:
         now = self._now()
         self._launch_seconds.append(now - begun)
         if not self._running:
-            self._free_since = begun
-        self._running.append(_Running(num_tokens, ended, begun))
+            self._since, self._exact = begun, True
+        self._running.append(_Running(num_tokens, ended))
         self._looked = now
 
     def look(self, waited: bool = False) -> None:
@@ -66,14 +67,11 @@ class StepClock:
         exact = waited or now - self._looked <= _EXACT_SECONDS
         while self._running and self._running[0].ended():
             step = self._running.popleft()
-            if exact and self._free_since is not None:
-                self._token_seconds.append((now - self._free_since) / step.num_tokens)
-            # Another one that has ended meanwhile began at some time before now.
-            self._free_since = now if exact else None
+            if exact and self._exact:
+                self._token_seconds.append((now - self._since) / step.num_tokens)
+            # Another one that has ended meanwhile began at some time since the last look.
+            self._since, self._exact = (now if exact else self._looked), exact
             exact = False
-        if self._running and self._free_since is None:
-            # It did not begin before the last look.
-            self._running[0].launched = max(self._running[0].launched, self._looked)
         self._looked = now
 
     def seconds_to_spare(self) -> float:
@@ -81,9 +79,7 @@ class StepClock:
         known."""
         if not self._running or not self._token_seconds:
             return 0.0
-        first = self._running[0]
-        since = self._free_since if self._free_since is not None else first.launched
         tokens = sum(step.num_tokens for step in self._running)
         # The fastest of the latest steps: a launch that is early costs less than a GPU that waits.
-        end = since + tokens * min(self._token_seconds)
+        end = self._since + tokens * min(self._token_seconds)
         return max(0.0, end - self._now() - 2 * max(self._launch_seconds) - _SPARE_SECONDS)
