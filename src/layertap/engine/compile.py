@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from layertap.config import EngineConfig
-from layertap.engine import fused_rope
 from layertap.engine.attention import AttentionLayer
 from layertap.engine.fused_products import fuse_residuals, takes
-from layertap.engine.fused_rope import fuse_rope
+from layertap.engine.fused_rope import fuse_rope, rope_works
 from layertap.engine.loader import first_line
 from layertap.engine.start_phases import StartPhases
 from layertap.engine.step_graph import recording
@@ -122,9 +121,10 @@ def compile_layers(layers: nn.ModuleList) -> bool:
     kinds: dict[type[nn.Module], Callable[..., Any]] = {}
     for layer in layers:
         kind = type(layer)
-        attention, weight = attention_of(layer), next(layer.parameters(), None)
-        if fuses and attention is not None and weight is not None:
-            fused_rope.works(weight.device, weight.dtype, attention.key_dim)
+        attention = attention_of(layer)
+        if fuses and attention is not None:
+            weight = next(layer.parameters())
+            rope_works(weight.device, weight.dtype, attention.key_dim)
         if kind not in kinds:
             kinds[kind] = torch.compile(_plain(kind.forward), dynamic=True, backend=backend)
         for part in layer.modules():

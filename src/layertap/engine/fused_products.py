@@ -6,7 +6,6 @@ Shapes: T tokens, H hidden size, I intermediate size, N columns of a result.
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from layertap.kernels.trial import agree
 from layertap.kernels.triton_support import has_triton
 
 LEAST_ROWS = 128
 """A tile of the kernels. For fewer tokens PyTorch's products do the work."""
 _HOPPER = (9, 0)
 _ADDITIONS: tuple[Callable[..., Any], ...] = (operator.add, torch.add)
-_TOLERANCE = 2e-2
-
-logger = logging.getLogger("layertap")
 
 _library: Any = torch.library.Library("layertap", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("gated_product(Tensor x, Tensor weight) -> Tensor")
@@ -53,22 +50,17 @@ def _kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
         torch.randn(*shape, device=device, generator=generator).to(dtype)
         for shape in ((LEAST_ROWS + 8, 64), (272, 64), (LEAST_ROWS + 8, 272))
     )
-    try:
+
+    def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
         from layertap.kernels import fused_product
 
         gate, up = F.linear(x, weight).float().view(len(x), -1, 2).unbind(-1)
-        pairs = [
-            (fused_product.gated_product(x, weight).float(), F.silu(gate) * up),
-            (fused_product.product_plus(x, weight, residual).float(), F.linear(x, weight).float() + residual),
+        return [
+            (fused_product.gated_product(x, weight), F.silu(gate) * up),
+            (fused_product.product_plus(x, weight, residual), F.linear(x, weight).float() + residual),
         ]
-        errors = [float((got - expected).norm() / expected.norm()) for got, expected in pairs]
-    except Exception as error:  # noqa: BLE001 - another release of Triton, say: there is another way
-        logger.warning("fused products are not used: %s: %s", type(error).__name__, error)
-        return False
-    if not all(error < _TOLERANCE for error in errors):
-        logger.warning("fused products are not used: they differ from PyTorch's by %s", errors)
-        return False
-    return True
+
+    return agree("fused products", pairs)
 
 
 def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ Shapes: 1 a batch of one, T tokens, N heads, D their size.
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from layertap.kernels.trial import agree
 from layertap.kernels.triton_support import use_triton
 
-logger = logging.getLogger("layertap")
-
 _LARGEST = 256
-_TOLERANCE = 2e-2
 _PRODUCTS: tuple[Callable[..., Any], ...] = (operator.mul, torch.mul)
 _SUMS: tuple[Callable[..., Any], ...] = (operator.add, torch.add)
 _OPPOSITES: tuple[Callable[..., Any], ...] = (operator.neg, torch.neg)
@@ -71,29 +68,21 @@ def _shape(x: torch.Tensor, *others: Any) -> torch.Tensor:
 
 
 @functools.cache
-def works(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+def rope_works(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     """The operator gives what the formula gives, on this device and for this size of a head. Tried once:
     best before anything is being compiled."""
     with unset_fake_temporarily():
-        return _agrees(device, dtype, size)
-
-
-def _agrees(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    generator = torch.Generator(device=device).manual_seed(0)
-    x, weight, cos, sin = (
-        torch.randn(*shape, device=device, generator=generator).to(dtype)
-        for shape in ((1, 5, 3, size), (size,), (1, 5, size), (1, 5, size))
-    )
-    try:
-        pairs = [(norm_rope(x, w, cos, sin, 1e-6), _formula(x, w, cos, sin, 1e-6)) for w in (weight, None)]
-        errors = [float((got - expected).float().norm() / expected.float().norm()) for got, expected in pairs]
-    except Exception as error:  # noqa: BLE001 - another release of Triton, say: there is another way
-        logger.warning("rotary embeddings are not fused: %s: %s", type(error).__name__, error)
-        return False
-    if not all(error < _TOLERANCE for error in errors):
-        logger.warning("rotary embeddings are not fused: they differ from PyTorch's by %s", errors)
-        return False
-    return True
+        generator = torch.Generator(device=device).manual_seed(0)
+        x, weight, cos, sin = (
+            torch.randn(*shape, device=device, generator=generator).to(dtype)
+            for shape in ((1, 5, 3, size), (size,), (1, 5, size), (1, 5, size))
+        )
+        return agree(
+            "fused rotary embeddings",
+            lambda: [
+                (norm_rope(x, w, cos, sin, 1e-6), _formula(x, w, cos, sin, 1e-6)) for w in (weight, None)
+            ],
+        )
 
 
 for _key in ("CPU", "CUDA"):
@@ -128,7 +117,7 @@ def fuse_rope(graph: fx.Graph) -> int:
             continue  # what was read early would be read late
         example = _example(found.x)
         assert example is not None
-        if not works(example.device, example.dtype, int(example.shape[3])):
+        if not rope_works(example.device, example.dtype, int(example.shape[3])):
             continue
         with graph.inserting_before(node):
             arguments = (found.x, found.weight, found.cos, found.sin, found.eps)
