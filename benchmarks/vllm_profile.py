@@ -20,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from where_time_goes import gpu_busy, kernel_seconds
 
 from layertap.bench.gpu.engine import Engine, Start, Task, max_model_len
 from layertap.bench.gpu.rows import choose_rows, scaled_down
@@ -32,7 +33,6 @@ from layertap.vllm.arguments import prepare_cpu
 
 WAYS = ("vllm-no-extraction", "vllm-connector", "vllm-layertap")
 _TRACED_STEPS = 6
-_KINDS = 12
 _MARK = "RESULT "  # vLLM prints, too
 
 
@@ -102,18 +102,13 @@ def gpu_time(folder: Path) -> dict[str, Any] | None:
             events += [e for e in json.load(file)["traceEvents"] if e.get("cat") == "kernel"]
     if not events:
         return None
-    events.sort(key=lambda event: event["ts"])
-    first, end, busy = events[0]["ts"], events[0]["ts"], 0.0
-    kinds: Counter[str] = Counter()
-    for event in events:
-        kinds[event["name"][:100]] += event["dur"]
-        stop = event["ts"] + event["dur"]
-        busy += max(0.0, stop - max(end, event["ts"]))
-        end = max(end, stop)
+    seconds = (max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)) / 1e6
+    busy = gpu_busy(events)
+    assert busy is not None
     return {
-        "seconds": (end - first) / 1e6,
-        "busy_seconds": busy / 1e6,
-        "kernel_seconds": {name: value / 1e6 for name, value in kinds.most_common(_KINDS)},
+        "seconds": seconds,
+        "busy_seconds": busy * seconds,
+        "kernel_seconds": kernel_seconds(events),
     }
 
 

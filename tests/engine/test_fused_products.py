@@ -10,12 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from layertap import LLM
 from layertap.engine import compile as compiling
 from layertap.engine import fused_products, merged_mlp
 from layertap.engine.fused_products import fuse_residuals, takes
-
-PROMPTS = [[3, 5, 7, 11, 2, 9], [8, 1, 4]]
 
 
 @pytest.fixture
@@ -45,8 +42,7 @@ def test_nothing_is_fused_without_such_a_gpu() -> None:
 def test_fused_layers_give_what_the_model_gives(
     name: str,
     expected: int,
-    make_llm: Callable[..., LLM],
-    tiny: Callable[..., str],
+    compiled_gives_the_same: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
     as_on_hopper: None,
 ) -> None:
@@ -58,13 +54,7 @@ def test_fused_layers_give_what_the_model_gives(
         return counts[-1]
 
     monkeypatch.setattr(compiling, "fuse_residuals", counted)
-    plain = {
-        len(record.token_ids): record.hidden_states
-        for record in make_llm(tiny(name), layers=[0, 1, 2]).extract(PROMPTS)
-    }
-    fused = make_llm(tiny(name), layers=[0, 1, 2], enforce_eager=False)
-    for record in fused.extract(PROMPTS):
-        torch.testing.assert_close(record.hidden_states, plain[len(record.token_ids)], rtol=1e-4, atol=1e-5)
+    compiled_gives_the_same(name)
     assert counts
     assert set(counts) == {expected}
 

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from layertap import LLM
 from layertap.engine import compile as compiling
 from layertap.engine.fused_rope import fuse_rope
-
-PROMPTS = [[3, 5, 7, 11, 2, 9], [8, 1, 4]]
 
 
 @pytest.mark.parametrize(
@@ -21,8 +18,7 @@ PROMPTS = [[3, 5, 7, 11, 2, 9], [8, 1, 4]]
 def test_fused_layers_give_what_the_model_gives(
     name: str,
     expected: int,
-    make_llm: Callable[..., LLM],
-    tiny: Callable[..., str],
+    compiled_gives_the_same: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """gemma3 turns heads before it normalises them; gpt_oss rotates in another way."""
@@ -35,13 +31,7 @@ def test_fused_layers_give_what_the_model_gives(
     monkeypatch.setattr(compiling, "takes", lambda weight: True)
     monkeypatch.setattr(compiling, "fuse_residuals", lambda graph: 0)
     monkeypatch.setattr(compiling, "fuse_rope", counted)
-    plain = {
-        len(record.token_ids): record.hidden_states
-        for record in make_llm(tiny(name), layers=[0, 1, 2]).extract(PROMPTS)
-    }
-    fused = make_llm(tiny(name), layers=[0, 1, 2], enforce_eager=False)
-    for record in fused.extract(PROMPTS):
-        torch.testing.assert_close(record.hidden_states, plain[len(record.token_ids)], rtol=1e-4, atol=1e-5)
+    compiled_gives_the_same(name)
     # Mixture-of-experts layers are several graphs, of which one has the attention.
     assert max(counts) == expected
     if name in ("llama", "qwen3"):
