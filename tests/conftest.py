@@ -12,7 +12,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,12 +74,3 @@ def smollm2() -> Iterator[LLM]:
     )
     yield llm
     llm.close()
-
-
-def file_config(folder: Path | str, **extra: Any) -> dict[str, Any]:
-    """vLLM's ``kv_transfer_config`` for files in ``folder``."""
-    return {
-        "kv_connector": "ExampleHiddenStatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder), **extra},
-    }

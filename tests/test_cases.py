@@ -4,12 +4,9 @@ docs/cases.md."""
 from __future__ import annotations
 
 import os
-import random
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,37 +14,9 @@ import transformers
 
 import reference
 import tiny_models
-from conftest import file_config
 from layertap import LLM, ExtractionError, InvalidInputError, SamplingParams, reader
-
-
-def random_prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, tiny_models.VOCAB) for _ in range(length)]
-
-
-def extract(llm: LLM, prompts: list[list[int]], **kwargs: Any) -> list[torch.Tensor]:
-    return [s.hidden_states for s in llm.extract(prompts, **kwargs)]
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.005)
-
-
-def published(folder: Path) -> list[str]:
-    """What lies under a final name. Only the engine's own lock file may be hidden beside it, no partial
-    file."""
-    hidden = [name for name in os.listdir(folder) if name.startswith(".")]
-    assert all(name.startswith(".layertap-") and name.endswith(".lock") for name in hidden), hidden
-    return sorted(name for name in os.listdir(folder) if not name.startswith("."))
-
-
-def all_blocks_free(llm: LLM) -> bool:
-    stats = llm.stats()
-    return bool(stats["num_free_blocks"] == stats["num_blocks"])
+from small_jobs import all_blocks_free, extract, file_config, published, wait_until
+from tiny_models import random_prompt
 
 
 def test_case_1_together_alone_and_together_again(make_llm: Callable[..., LLM]) -> None:

@@ -15,12 +15,12 @@ import torch
 
 import reference
 import tiny_models
-from conftest import file_config
 from layertap import LLM, ExtractionError, InvalidInputError, SamplingParams, UnsupportedModelError, reader
 from layertap.engine.collector import OutputCollector
 from layertap.engine.loop import EngineClosedError
 from layertap.engine.request import Request
-from test_cases import all_blocks_free, random_prompt, wait_until
+from small_jobs import all_blocks_free, file_config, wait_until
+from tiny_models import random_prompt
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 

@@ -1,7 +1,8 @@
-"""Tiny models with random weights, one for each architecture that is tested by name."""
+"""Tiny models with random weights, one for each architecture that is tested by name, and prompts for them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,12 @@ def build(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes
                 p.copy_(torch.randn_like(p))
     model.save_pretrained(folder)
     return folder
+
+
+def random_prompts(seed: int, lengths: list[int]) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in lengths]
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    return random_prompts(seed, [length])[0]

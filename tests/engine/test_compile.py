@@ -7,11 +7,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from test_conformance import prompts_for
 
 import reference
 from layertap import LLM, SamplingParams
 from layertap.engine.compile import _record
+from tiny_models import random_prompts
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_compiled_layers_equal_plain_ones(make_llm: Callable[..., LLM], tiny: Ca
     llm = make_llm(path, layers=["all", "norm"], enforce_eager=False, max_num_batched_tokens=24, block_size=4)
     if not llm._core.compiled:
         pytest.skip("needs a C++ compiler")
-    prompts = prompts_for(1, [40, 3, 17, 1])
+    prompts = random_prompts(1, [40, 3, 17, 1])
     for prompt, got in zip(prompts, llm.extract(prompts), strict=True):
         reference.assert_states(got.hidden_states, reference.states(path, prompt), 1e-5)
     # A single token a step, which is filled up.

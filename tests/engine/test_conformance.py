@@ -3,7 +3,6 @@ work."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -12,13 +11,9 @@ import torch
 import reference
 import tiny_models
 from layertap import LLM
+from tiny_models import random_prompts
 
 TOLERANCE = 1e-5
-
-
-def prompts_for(seed: int, lengths: list[int]) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, tiny_models.VOCAB) for _ in range(n)] for n in lengths]
 
 
 def check(llm: LLM, path: str, prompts: list[list[int]]) -> None:
@@ -41,7 +36,7 @@ def test_packed_architectures_equal_transformers_in_chunks_batches_and_prefix_hi
         max_model_len=256,
     )
     assert llm._core.verifier.packed, llm._core.verifier.why_not_packed
-    prompts = prompts_for(1, [40, 3, 17, 1, 70])
+    prompts = random_prompts(1, [40, 3, 17, 1, 70])
     prompts.append(prompts[0][:30] + prompts[2])  # a prefix of another one, cut inside a block
     check(llm, path, prompts)
     check(llm, path, prompts[::-1])  # now from the prefix cache
@@ -55,7 +50,7 @@ def test_recurrent_and_hybrid_architectures_equal_transformers_sequence_by_seque
     path = tiny(name)
     llm = make_llm(path, layers=["all", "norm"], max_num_batched_tokens=24, block_size=4, max_model_len=256)
     assert not llm._core.verifier.packed
-    check(llm, path, prompts_for(2, [40, 3, 17, 1]))
+    check(llm, path, random_prompts(2, [40, 3, 17, 1]))
 
 
 @pytest.mark.parametrize("name", [*tiny_models.PACKED, *tiny_models.ALONE])
@@ -65,7 +60,7 @@ def test_greedy_text_and_output_states_equal_transformers(
     path = tiny(name)
     llm = make_llm(path, layers=["all", "norm"], block_size=4, max_model_len=256)
     model = reference.load(path)
-    prompts = prompts_for(3, [9, 21])
+    prompts = random_prompts(3, [9, 21])
     got = list(llm.extract(prompts, max_tokens=12, include_output_tokens=True))
     for prompt, states in zip(prompts, got, strict=True):
         with torch.inference_mode():
@@ -90,7 +85,7 @@ def test_extract_only_runs_no_layer_above_the_highest_tapped_one(
     path = tiny(name)
     llm = make_llm(path, layers=[layer], extract_only=True)
     assert len(llm._core.verifier.layers) == max(layer, 1)
-    prompts = prompts_for(4, [12, 30])
+    prompts = random_prompts(4, [12, 30])
     for prompt, got in zip(prompts, llm.extract(prompts), strict=True):
         right = reference.states(path, prompt)[:, layer : layer + 1]
         reference.assert_states(got.hidden_states, right, TOLERANCE)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_conformance import prompts_for
 
 import reference
 import tiny_models
 from layertap import LLM
+from tiny_models import random_prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +57,7 @@ def test_architectures_equal_transformers_on_a_gpu(
         max_model_len=256,
         enforce_eager=name not in ("llama", "gemma3"),
     )
-    prompts = prompts_for(1, [40, 3, 17, 1, 70])
+    prompts = random_prompts(1, [40, 3, 17, 1, 70])
     prompts.append(prompts[0][:30] + prompts[2])
     for order in (prompts, prompts[::-1]):
         for prompt, got in zip(order, llm.extract(order), strict=True):

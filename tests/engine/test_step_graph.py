@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_conformance import prompts_for
 
 import reference
 from layertap import LLM, SamplingParams
 from layertap.engine.attention import AttentionLayer, BatchLayout
 from layertap.engine.plan import position_arguments
 from layertap.engine.step_graph import StepGraph
+from tiny_models import random_prompts
 
 
 class Computed(StepGraph):
@@ -81,7 +81,7 @@ def test_filled_up_steps(
         runner.recorded.add(graph)
     runner.recorded.launch_seconds = 25.0
     runner.recorded.token_seconds = 1.0  # so that few tokens are launched, or take the smaller one
-    prompts = prompts_for(1, [40, 3, 17, 1, 90, 25, 30, 16, 16, 7]) + prompts_for(1, [40, 3, 17, 1])
+    prompts = random_prompts(1, [40, 3, 17, 1, 90, 25, 30, 16, 16, 7]) + random_prompts(1, [40, 3, 17, 1])
     for prompt, got in zip(prompts, llm.extract(prompts), strict=True):
         reference.assert_states(got.hidden_states, reference.states(path, prompt), 2e-5)
     assert graphs[0].num_replays > 3

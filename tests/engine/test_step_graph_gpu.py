@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_conformance import prompts_for
 
 import reference
 from layertap import LLM
+from tiny_models import random_prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +39,7 @@ def test_replayed_steps(
         "enable_prefix_caching": caching,
     }
     # 128 tokens: exactly, filled up by two, as the middle of a prompt, and as a prompt's end with a new one.
-    prompts = prompts_for(1, [64, 64, 126, 300, 84, 40, 31, 1])
+    prompts = random_prompts(1, [64, 64, 126, 300, 84, 40, 31, 1])
     launched = make_llm(path, **options)
     launched._core.runner.recorded.clear()
     expected = list(launched.extract(prompts))
