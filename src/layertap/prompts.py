@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from layertap.errors import InvalidInputError
 
+TokenArray = np.ndarray[Any, np.dtype[np.int64]]
 Prompt = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 ALLOWED = (
     "a string, a list of token ids, {'prompt_token_ids': [...]}, {'prompt': '...'}, {'messages': [...]} or "
@@ -19,6 +23,7 @@ ALLOWED = (
 class TokenizedPrompt:
     text: str | None
     token_ids: list[int]
+    """Integers all, bools none, in a list that nobody else holds."""
 
 
 def is_single(prompts: Any) -> bool:
@@ -110,7 +115,7 @@ class PromptTokenizer:
             raise InvalidInputError(field, ids, "a list of token ids")
         if not ids:
             raise InvalidInputError(field, list(ids), "at least one token id")
-        if set(map(type, ids)) != {int}:  # one look at each for all but the wrong ones
+        if list(map(type, ids)).count(int) != len(ids):  # one look at each for all but the wrong ones
             for i, t in enumerate(ids):
                 if isinstance(t, bool) or not isinstance(t, int):
                     raise InvalidInputError(f"{field}[{i}]", t, "an integer token id")
@@ -163,3 +168,21 @@ def check_text(text: str, field: str) -> str:
                 field, text, f"valid Unicode text (position {e.start} holds half a character)"
             ) from None
     return text
+
+
+def ids_of_vocabulary(ids: Sequence[int], vocab_size: int, field: str) -> TokenArray:
+    """Token ids, of which there is at least one and each an integer, as an array of their own.
+
+    Raises:
+        InvalidInputError: naming the first that is no token of the model.
+    """
+    try:
+        # A GPU waits for this, as all prompts of a call are checked before any is run: one look at each id,
+        # and the fastest way from a list into an array.
+        array = np.frombuffer(struct.pack(f"{len(ids)}q", *ids), dtype=np.int64)
+        if array.view(np.uint64).max() < vocab_size:  # a negative one is large here
+            return array
+    except struct.error:  # one is beyond 64 bits
+        pass
+    i = next(i for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+    raise InvalidInputError(f"{field}[{i}]", ids[i], f"token ids from 0 to {vocab_size - 1}")

@@ -1,5 +1,6 @@
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,9 @@ class Ended:
     output_token_ids: list[int] = field(default_factory=lambda: [50, 51])
     num_computed_tokens: int = 11
     selection: Selection | None = field(default_factory=lambda: Selection.parse(None, SERVED))
+
+    def token_array(self, start: int, end: int) -> np.ndarray:
+        return np.array([*self.prompt_token_ids, *self.output_token_ids][start:end])
 
 
 def info(cache):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ import httpx
 import psutil
 import pytest
 import torch
+import uvicorn
 
 from layertap.errors import CorruptRecordError, InvalidInputError, LayertapError
 from layertap.outputs import Logprob, RequestOutput
@@ -31,7 +33,7 @@ from layertap.server.app import build_app
 from layertap.server.engine import AsyncEngine, EngineCall, EngineFacts, OutputStream
 from layertap.server.replica import _watch
 from layertap.server.replicas import ReplicaEngine, _environment
-from layertap.server.run import build_service
+from layertap.server.run import _Server, build_service
 from layertap.server.service import Service
 from layertap.server.tokenizing import Tokenizing
 
@@ -40,9 +42,12 @@ from .conftest import VOCAB, Command, ThreadServer, tiny_flags
 
 def engines(started: Command | None = None) -> list[psutil.Process]:
     """The engine processes of a server, or of this process."""
-    children = psutil.Process(started and started.process.pid).children()
-    running = [c for c in children if c.status() != psutil.STATUS_ZOMBIE]
-    return [c for c in running if "layertap.server.replica" in c.cmdline()]
+    found = []
+    for child in psutil.Process(started and started.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended, or a zombie, by now
+            if child.status() != psutil.STATUS_ZOMBIE and "layertap.server.replica" in child.cmdline():
+                found.append(child)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -391,6 +396,32 @@ def test_the_end_does_not_wait_for_a_replica_that_is_being_restarted(on_gpu: Non
     while new & set(engines()):
         assert time.monotonic() - begun < 10
         time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_be_started_any_more_ends_the_server(
+    on_gpu: None, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = engines()
+    server: ThreadServer = start()
+    engine = server.service.engine
+    assert isinstance(engine, ReplicaEngine)
+    (first,) = set(engines()) - set(others)
+    monkeypatch.setattr("layertap.server.replicas._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("layertap.server.replicas._LONGEST_PAUSE", 0.02)
+    broken = [sys.executable, "-c", "raise SystemExit(3)"]
+    monkeypatch.setattr("layertap.server.replicas._command", lambda fd: broken)
+    command = _Server(uvicorn.Config(None), engine, lambda: None)  # as the command line runs it
+    assert not asyncio.run(command.on_tick(1))
+    first.kill()
+    deadline = time.monotonic() + 30
+    while engine.alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert engine._failures[0] >= 6
+    assert asyncio.run(command.on_tick(2))
+    assert command.engine_died
+    assert server.post("/v1/completions", {"prompt": [5, 6]}).status_code == 503
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch
 
 from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig
 from layertap.errors import ExtractionError
+from layertap.prompts import TokenArray
 from layertap.selection import Selection
 
 Params = dict[str, Any]
@@ -27,6 +28,9 @@ class FinishedRequest(Protocol):
     def prompt_token_ids(self) -> Sequence[int]: ...
     @property
     def output_token_ids(self) -> Sequence[int]: ...
+    def token_array(self, start: int, end: int) -> TokenArray:
+        """Ids of the prompt's tokens and then the output's, from ``start`` to before ``end``."""
+
     @property
     def num_computed_tokens(self) -> int:
         """Leading tokens whose states lie in the cache."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from layertap.errors import ExtractionError
+from layertap.prompts import TokenArray
 from layertap.selection import Selection
 
 
@@ -15,7 +16,7 @@ class Job:
     """One ended request, whose states lie in the cache."""
 
     request_id: str
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | TokenArray
     """Prompt, and then the output tokens if there are any."""
     num_tokens: int
     """Leading tokens with valid states. Those past the prompt are kept only if the selection says so."""

@@ -91,11 +91,12 @@ class ProducingConnector(KVConnectorBase):
         num_prompt_tokens = len(request.prompt_token_ids)
         if selection is None or request.num_computed_tokens < num_prompt_tokens:
             return False, None
-        token_ids = request.prompt_token_ids
+        length = num_prompt_tokens
         if selection.include_output_tokens:
-            token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+            length += len(request.output_token_ids)
+        token_ids = request.token_array(0, length)
         handle = self.sink.handle(request.request_id)
-        num_tokens = min(request.num_computed_tokens, len(token_ids))
+        num_tokens = min(request.num_computed_tokens, length)
         ready = getattr(request, "states_ready", None)
         self._ended.append(
             Job(request.request_id, token_ids, num_tokens, num_prompt_tokens, block_ids, selection, ready)

@@ -123,9 +123,9 @@ class Transfer:
         self.dtype = storage_dtype(selection, gather.dtype)
         kept = self._kept = selection.positions(job.num_states)
         if isinstance(kept, range):
-            tokens = job.token_ids[kept.start : kept.stop]
+            tokens = np.array(job.token_ids[kept.start : kept.stop], dtype=np.int64)
         else:
-            tokens = [job.token_ids[p] for p in kept]
+            tokens = np.asarray(job.token_ids, dtype=np.int64)[list(kept)]
         metadata = build_metadata(
             request_id=job.request_id,
             model=model,
@@ -138,7 +138,7 @@ class Transfer:
         )
         self._spec = RecordSpec(
             request_id=job.request_id,
-            token_ids=torch.from_numpy(np.array(tokens, dtype=np.int64)),
+            token_ids=torch.from_numpy(tokens),
             shape=(len(kept), len(selection.columns), gather.hidden_size),
             dtype=self.dtype,
             has_scales=self.dtype == torch.float8_e4m3fn,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from layertap.config import EngineConfig
 from layertap.connectors.base import KVConnectorBase
@@ -11,6 +10,7 @@ from layertap.engine.request import Request
 from layertap.errors import InvalidInputError
 from layertap.layers import ServedLayers
 from layertap.outputs import RequestMetrics
+from layertap.prompts import TokenArray, ids_of_vocabulary
 from layertap.sampling_params import SamplingParams
 from layertap.selection import Selection
 
@@ -45,16 +45,18 @@ class Admission:
         self.connector = connector
 
     def make_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, cache_salt: str = ""
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = ""
     ) -> Request:
         """Check a request and build it.
+
+        Args:
+            prompt_token_ids: of a :class:`~layertap.prompts.TokenizedPrompt`; kept as it is.
 
         Raises:
             InvalidInputError: naming the field that is wrong.
         """
-        # A list stays what it is, as prompts come here as lists that nobody else holds.
-        ids = prompt_token_ids if type(prompt_token_ids) is list else list(prompt_token_ids)
-        self._check_prompt(ids)
+        ids = prompt_token_ids
+        tokens = self._check_prompt(ids)
         self._check_params(len(ids), params)
         selection = self._select(request_id, len(ids), params)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
@@ -67,25 +69,16 @@ class Admission:
             RequestMetrics(time.monotonic()),
             cache_salt=cache_salt.encode(),
             max_tokens=0 if self.extract_only else params.max_tokens,
+            prompt_tokens=tokens,
         )
 
-    def _check_prompt(self, ids: list[int]) -> None:
+    def _check_prompt(self, ids: list[int]) -> TokenArray:
         if not ids:
             raise InvalidInputError("prompt", ids, "at least one token")
-        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= self.vocab_size:
-            self._refuse_token(ids)
         limit = self.max_model_len
         if len(ids) > limit:
             raise InvalidInputError("prompt", f"{len(ids)} tokens", f"at most {limit} tokens (max_model_len)")
-
-    def _refuse_token(self, ids: list[int]) -> None:
-        for i, t in enumerate(ids):
-            if isinstance(t, bool) or not isinstance(t, int):
-                raise InvalidInputError(f"prompt_token_ids[{i}]", t, "an integer token id")
-            if not 0 <= t < self.vocab_size:
-                raise InvalidInputError(
-                    f"prompt_token_ids[{i}]", t, f"token ids from 0 to {self.vocab_size - 1}"
-                )
+        return ids_of_vocabulary(ids, self.vocab_size, "prompt_token_ids")
 
     def _check_params(self, num_tokens: int, params: SamplingParams) -> None:
         if self.extract_only:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,9 +167,12 @@ class EngineCore:
         return self.verifier.max_model_len
 
     def make_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, cache_salt: str = ""
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = ""
     ) -> Request:
         """Check a request against the model and build it. Safe to call from any thread.
+
+        Args:
+            prompt_token_ids: of a :class:`~layertap.prompts.TokenizedPrompt`; kept as it is.
 
         Raises:
             InvalidInputError: naming the field that is wrong, before any work starts.

@@ -13,6 +13,7 @@ import xxhash
 
 from layertap.errors import ExtractionError
 from layertap.outputs import Logprob, RequestMetrics
+from layertap.prompts import TokenArray
 from layertap.sampling_params import SamplingParams
 from layertap.selection import Selection
 
@@ -46,14 +47,14 @@ class Request:
     eos_token_ids: frozenset[int]
     metrics: RequestMetrics
     max_tokens: int
-    """Tokens to generate at most; 0 with an engine that extracts only."""
+    """TokenArray to generate at most; 0 with an engine that extracts only."""
     cache_salt: bytes = b""
     """Anything beside the token ids that changes the states; part of every block hash."""
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    """Tokens whose keys, values and hidden states lie in the cache (or will, once the launched steps have
+    """TokenArray whose keys, values and hidden states lie in the cache (or will, once the launched steps have
     run)."""
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -73,7 +74,8 @@ class Request:
     """The model's own cache, when it runs sequence by sequence."""
     on_output: Callable[[Request, bool], None] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    _tokens: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    prompt_tokens: TokenArray | None = None
+    """The prompt's ids as an array; made when it is needed."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -83,15 +85,15 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    def token_array(self, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def token_array(self, start: int, end: int) -> TokenArray:
         """Token ids of positions ``start..end`` as int64."""
         n = self.num_prompt_tokens
-        if self._tokens is None:
-            self._tokens = np.asarray(self.prompt_token_ids, dtype=np.int64)
+        if self.prompt_tokens is None:
+            self.prompt_tokens = np.asarray(self.prompt_token_ids, dtype=np.int64)
         if end <= n:
-            return self._tokens[start:end]
+            return self.prompt_tokens[start:end]
         outputs = np.asarray(self.output_token_ids[max(0, start - n) : end - n], dtype=np.int64)
-        return outputs if start >= n else np.concatenate([self._tokens[start:], outputs])
+        return outputs if start >= n else np.concatenate([self.prompt_tokens[start:], outputs])
 
     def hashes(self, block_size: int) -> list[bytes]:
         """Chained hashes of the full blocks of all tokens so far; extended as tokens are appended."""

@@ -30,6 +30,9 @@ logger = logging.getLogger("layertap")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _END_SECONDS = 15.0
+_MOST_FAILURES = 6
+"""Starts in a row that came to nothing: an engine is given up then. With the pauses between them that takes
+half a minute and the starts' own time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +86,8 @@ class ReplicaEngine(AsyncEngine):
         self._starting: dict[int, subprocess.Popen[bytes]] = {}
         self._processes: list[_Process | None] = [None] * count
         self.restarts = [0] * count
+        self._failures = [0] * count
+        """Of each, how often in a row it could not be started, or died without having taken a call."""
         self._keepers: list[asyncio.Task[None]] = []
         self._closing = False
         self._spawned: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
@@ -163,11 +168,14 @@ class ReplicaEngine(AsyncEngine):
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 process = await self._restart(index)
                 if process is None:
+                    self._failures[index] += 1
                     continue
             process.reader, process.writer = await asyncio.open_connection(sock=process.socket)
             self._processes[index] = process
+            self._failures[index] += 1
             if await self._read(process):
                 pause = _FIRST_PAUSE
+                self._failures[index] = 0
             self._processes[index] = None
             process.writer.close()
             status = await asyncio.to_thread(process.popen.wait)
@@ -286,7 +294,9 @@ class ReplicaEngine(AsyncEngine):
 
     @property
     def alive(self) -> bool:
-        return True
+        """False once no engine can be started any more: its GPU is broken, say, and whoever started the
+        server is to know."""
+        return self.ready or min(self._failures) < _MOST_FAILURES
 
     @property
     def ready(self) -> bool:

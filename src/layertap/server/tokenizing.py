@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from layertap.errors import InvalidInputError
-from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_list, check_text
+from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_list, check_text, ids_of_vocabulary
 from layertap.server.requests import ChatRequest, TokenizeRequest
 
 T = TypeVar("T")
@@ -127,11 +127,7 @@ class Tokenizing:
 
         def work() -> str:
             checked = self._prompts._ids(ids, field)
-            for i, token in enumerate(checked):
-                if not 0 <= token < self.vocab_size:
-                    raise InvalidInputError(
-                        f"{field}[{i}]", token, f"token ids from 0 to {self.vocab_size - 1}"
-                    )
+            ids_of_vocabulary(checked, self.vocab_size, field)
             return str(tokenizer.decode(checked))
 
         return await _run(work, len(ids) if isinstance(ids, list) else 0)

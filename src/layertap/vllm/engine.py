@@ -22,6 +22,7 @@ from typing import Any
 from layertap.engine.loop import EngineClosedError
 from layertap.errors import ExtractionError, InvalidInputError, UnsupportedModelError
 from layertap.outputs import CompletionOutput, Logprob
+from layertap.prompts import ids_of_vocabulary
 from layertap.reader import ERROR_SUFFIX, LOCK_SUFFIX, read_error
 from layertap.sampling_params import SamplingParams
 from layertap.vllm.connector import RECORD_NAME
@@ -156,10 +157,7 @@ class VllmEngine:
                 f"{len(token_ids)} tokens",
                 f"prompt and output of at most {longest} tokens together (max_model_len)",
             )
-        vocabulary = int(self.model_config.get_vocab_size())
-        for token in token_ids:
-            if not 0 <= token < vocabulary:
-                raise InvalidInputError("prompt_token_ids", token, f"token ids from 0 to {vocabulary - 1}")
+        ids_of_vocabulary(token_ids, int(self.model_config.get_vocab_size()), "prompt_token_ids")
 
     def abort(self, request_id: str) -> None:
         """End a request as soon as possible; nothing of it is published unless it was complete."""
