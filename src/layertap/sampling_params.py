@@ -22,7 +22,7 @@ class SamplingParams:
     max_tokens: int = 16
     """Most tokens to generate, from 0 up."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 is greedy; anything else below 0.01 counts as 0.01, as in vLLM."""
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probabilities reach this sum, in (0, 1]."""
     top_k: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from layertap.engine.request import Request
@@ -27,6 +28,33 @@ def test_frequencies_follow_the_softmax_at_the_given_temperature() -> None:
     tokens = torch.tensor(draw(4000, temperature=0.7))
     frequencies = torch.bincount(tokens, minlength=5) / len(tokens)
     assert torch.allclose(frequencies, (LOGITS / 0.7).softmax(-1), atol=0.03)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 5e-284, 1e-40, 1e-5, 1e-3])
+def test_the_lowest_temperatures_take_the_most_likely_token(temperature: float) -> None:
+    assert draw(20, temperature=temperature) == [0] * 20
+    assert draw(20, temperature=temperature, top_k=3, top_p=0.5) == [0] * 20
+
+
+def test_the_highest_temperature_draws_evenly() -> None:
+    tokens = torch.tensor(draw(4000, temperature=1e6))
+    assert torch.allclose(torch.bincount(tokens, minlength=5) / len(tokens), torch.full((5,), 0.2), atol=0.03)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_no_numbers_harm_no_other_request(broken: float) -> None:
+    rows = torch.stack([LOGITS, torch.full_like(LOGITS, broken), LOGITS])
+    requests = [
+        Request(name, [1], params, None, frozenset(), RequestMetrics(0.0), 1)
+        for name, params in (
+            ("a", SamplingParams(temperature=1e-3)),
+            ("b", SamplingParams(temperature=1.0, top_k=2, top_p=0.9)),
+            ("c", SamplingParams(temperature=0.0)),
+        )
+    ]
+    tokens = sample(rows, requests, torch.Generator().manual_seed(0)).tolist()
+    assert tokens[0] == tokens[2] == 0
+    assert 0 <= tokens[1] < 5
 
 
 def test_top_k_and_top_p_keep_the_smallest_set() -> None:

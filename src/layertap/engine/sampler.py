@@ -10,6 +10,9 @@ import torch
 from layertap.engine.request import Request
 from layertap.outputs import Logprob
 
+LEAST_TEMPERATURE = 0.01
+"""What a lower one, beside 0, counts as; so it does in vLLM. Logits divided by much less are infinite."""
+
 
 def sample(logits_nV: torch.Tensor, requests: Sequence[Request], default: torch.Generator) -> torch.Tensor:
     """The next token of each request. Returns [n] int64 on the logits' device.
@@ -27,7 +30,7 @@ def sample(logits_nV: torch.Tensor, requests: Sequence[Request], default: torch.
             continue
         if p.seed is not None and request.generator is None:
             request.generator = torch.Generator(device=logits.device).manual_seed(p.seed % 2**63)
-        row = logits[i] / p.temperature
+        row = logits[i] / max(p.temperature, LEAST_TEMPERATURE)
         if 0 < p.top_k < row.numel():
             row = row.masked_fill(row < row.topk(p.top_k).values[-1], float("-inf"))
         if p.top_p < 1.0:
@@ -37,8 +40,17 @@ def sample(logits_nV: torch.Tensor, requests: Sequence[Request], default: torch.
             drop = probabilities.cumsum(-1) - probabilities >= p.top_p
             row = row.masked_fill(torch.zeros_like(drop).scatter(0, order, drop), float("-inf"))
         generator = request.generator if request.generator is not None else default
-        chosen[i] = torch.multinomial(row.softmax(-1), 1, generator=generator)[0]
+        chosen[i] = _draw(row.softmax(-1), generator)
     return chosen
+
+
+def _draw(probabilities_V: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One token, as the first to come of events at these rates. Unlike ``multinomial`` it takes a row that is
+    no distribution, of a model that has computed NaN: that would fail every request of the step, and on a
+    GPU the process."""
+    waiting_V = torch.empty_like(probabilities_V).exponential_(generator=generator)
+    waiting_V.clamp_min_(torch.finfo(waiting_V.dtype).tiny)  # 0 / 0 would come first
+    return (probabilities_V / waiting_V).argmax()
 
 
 class DrawnTokens:
