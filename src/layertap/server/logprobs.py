@@ -8,7 +8,7 @@ from typing import Any
 from layertap.outputs import Logprob
 
 Row = dict[int, Logprob]
-_FLOOR = -9999.0  # JSON has no minus infinity
+_FLOOR = -9999.0  # JSON has no minus infinity, and no NaN either: max(_FLOOR, nan) is _FLOOR
 
 
 def _text(token: int, entry: Logprob, as_ids: bool) -> str:
@@ -36,8 +36,8 @@ def completion_logprobs(
             result["top_logprobs"].append(None)
             continue
         result["tokens"].append(_text(token, row[token], as_ids))
-        result["token_logprobs"].append(max(row[token].logprob, _FLOOR))
-        result["top_logprobs"].append({_text(t, e, as_ids): max(e.logprob, _FLOOR) for t, e in row.items()})
+        result["token_logprobs"].append(max(_FLOOR, row[token].logprob))
+        result["top_logprobs"].append({_text(t, e, as_ids): max(_FLOOR, e.logprob) for t, e in row.items()})
     return result
 
 
@@ -48,7 +48,7 @@ def chat_logprobs(rows: Sequence[Row], tokens: Sequence[int], top: int, as_ids: 
         text = _text(token, value, as_ids)
         return {
             "token": text,
-            "logprob": max(value.logprob, _FLOOR),
+            "logprob": max(_FLOOR, value.logprob),
             "bytes": list(text.encode("utf-8", "replace")),
         }
 
@@ -67,7 +67,7 @@ def prompt_logprobs(rows: Sequence[Row | None] | None) -> list[dict[str, Any] | 
         None
         if row is None
         else {
-            str(t): {"logprob": max(e.logprob, _FLOOR), "rank": e.rank, "decoded_token": e.decoded_token}
+            str(t): {"logprob": max(_FLOOR, e.logprob), "rank": e.rank, "decoded_token": e.decoded_token}
             for t, e in row.items()
         }
         for row in rows
