@@ -4,6 +4,7 @@ installed."""
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 
 # Several test processes share the cores: threads that spin at OpenMP's barriers would slow each other down.
@@ -23,6 +24,15 @@ from layertap import LLM
 
 # What the command line prints is compared word for word; writing a tiny model is no part of it.
 transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """As it was: the command line sets it for its process, which here is that of all tests."""
+    log = logging.getLogger("layertap")
+    before = log.level
+    yield
+    log.setLevel(before)
 
 
 @pytest.fixture(scope="session")
