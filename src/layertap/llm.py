@@ -22,7 +22,7 @@ from layertap.connectors.transfer_config import KVTransferConfig
 from layertap.engine.collector import OutputCollector
 from layertap.engine.core import EngineCore
 from layertap.engine.loop import EngineLoop
-from layertap.engine.standing_heap import standing_heap
+from layertap.engine.standing_heap import collections_put_off, standing_heap
 from layertap.errors import ExtractionError, InvalidInputError
 from layertap.extraction import LEAST_BUFFER_BYTES, Extraction
 from layertap.layers import LayerSpec, ServedLayers
@@ -184,10 +184,14 @@ class LLM:
         """The outputs of prompts, in order, whatever became of them."""
         done: Done = queue.SimpleQueue()
         collectors = []
-        for i, (item, p) in enumerate(zip(items, params, strict=True)):
-            field = "prompt" if len(items) == 1 else f"prompts[{i}]"
-            name = request_ids[i] if request_ids is not None else self._next_id()
-            collectors.append(self._collector(name, self.prompt_tokenizer(item, field), p, i, done))
+        with collections_put_off():
+            if len(items) == 1:
+                prompts = [self.prompt_tokenizer(items[0])]
+            else:
+                prompts = self.prompt_tokenizer.several(items)
+            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+                name = request_ids[i] if request_ids is not None else self._next_id()
+                collectors.append(self._collector(name, prompt, p, i, done))
         outputs: list[RequestOutput | None] = [None] * len(items)
         running: dict[int, OutputCollector] = {}
         with Progress(len(items), shown=use_tqdm) as progress:

@@ -2,39 +2,76 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
-import numpy as np
-
 from layertap.errors import InvalidInputError
+from layertap.token_ids import TokenArray, check_vocabulary, pack
 
-TokenArray = np.ndarray[Any, np.dtype[np.int64]]
 Prompt = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 ALLOWED = (
     "a string, a list of token ids, {'prompt_token_ids': [...]}, {'prompt': '...'}, {'messages': [...]} or "
     "a list of chat messages with 'role' and 'content'"
 )
 
+_MANY_CHARACTERS = 100_000
+"""From so many on, texts are tokenized in parallel: tens of milliseconds less. Below, a process that forks
+later is not to hear from the tokenizer that it has used threads."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
+    """A prompt as the engine takes it. Made by :meth:`of`."""
+
     text: str | None
     token_ids: list[int]
-    """Integers all, bools none, in a list that nobody else holds."""
+    """In a list that nobody else holds."""
+    array: TokenArray = field(compare=False, repr=False)
+    """The same."""
+
+    @classmethod
+    def of(cls, text: str | None, ids: Sequence[int], name: str = "prompt_token_ids") -> TokenizedPrompt:
+        """A prompt of token ids, which are copied.
+
+        Args:
+            name: what errors call the ids.
+
+        Raises:
+            InvalidInputError: naming the first that is no integer.
+        """
+        own = list(ids)
+        array = pack(own, name)
+        if own and type(own[0]) is not int:  # numpy's, say
+            own = array.tolist()
+        return cls(text, own, array)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.text, self.array)
+
+    def check_vocabulary(self, vocab_size: int, name: str = "prompt_token_ids") -> None:
+        """Refuse ids that are no tokens of the model.
+
+        Raises:
+            InvalidInputError: naming the first one.
+        """
+        check_vocabulary(self.token_ids, self.array, vocab_size, name)
+
+
+def _unpickled(text: str | None, array: TokenArray) -> TokenizedPrompt:
+    return TokenizedPrompt(text, array.tolist(), array)
 
 
 def is_single(prompts: Any) -> bool:
     """True if ``prompts`` is one prompt, not a list of them."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or getattr(prompts, "ndim", None) == 1:  # an array or tensor
         return True
     if not isinstance(prompts, Sequence) or not prompts:
         return False
     first = prompts[0]
-    if isinstance(first, int) and not isinstance(first, bool):
-        return True
+    if isinstance(first, Integral):  # numpy's are; a row of an array is not, though it has __index__
+        return not isinstance(first, bool)
     return isinstance(first, Mapping) and "role" in first
 
 
@@ -81,7 +118,7 @@ class PromptTokenizer:
                 )
             key = given[0]
             if key == "prompt_token_ids":
-                return TokenizedPrompt(prompt.get("prompt"), self._ids(prompt[key], f"{field}.{key}"))
+                return self.ids(prompt[key], f"{field}.{key}", prompt.get("prompt"))
             if key == "messages":
                 return self._chat(prompt[key], f"{field}.{key}")
             return self._text(prompt[key], f"{field}.{key}")
@@ -90,10 +127,25 @@ class PromptTokenizer:
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             if prompt and isinstance(prompt[0], Mapping):
                 return self._chat(prompt, field)
-            return TokenizedPrompt(None, self._ids(prompt, field))
+            return self.ids(prompt, field)
         if hasattr(prompt, "tolist"):
-            return TokenizedPrompt(None, self._ids(prompt.tolist(), field))
+            return self.ids(prompt, field)
         raise InvalidInputError(field, prompt, ALLOWED)
+
+    def several(self, prompts: Sequence[Any], field: str = "prompts") -> list[TokenizedPrompt]:
+        """Tokenize the prompts of one call. Long lists of texts go to the tokenizer together: it spreads them
+        over the cores.
+
+        Raises:
+            InvalidInputError: see :meth:`__call__`; it names the prompt by its place.
+        """
+        names = [f"{field}[{i}]" for i in range(len(prompts))]
+        all_texts = self.tokenizer is not None and all(isinstance(p, str) for p in prompts)
+        if not all_texts or sum(map(len, prompts)) < _MANY_CHARACTERS:
+            return [self(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
+        texts = [check_text(text, name) for text, name in zip(prompts, names, strict=True)]
+        rows = self._need(field, texts)(texts)["input_ids"]
+        return [self._tokenized(*one) for one in zip(texts, rows, names, strict=True)]
 
     def _need(self, field: str, value: object) -> Any:
         if self.tokenizer is None:
@@ -103,23 +155,32 @@ class PromptTokenizer:
     def _text(self, text: Any, field: str) -> TokenizedPrompt:
         if not isinstance(text, str):
             raise InvalidInputError(field, text, "a string")
-        ids = list(self._need(field, text)(check_text(text, field))["input_ids"])
+        return self._tokenized(text, self._need(field, text)(check_text(text, field))["input_ids"], field)
+
+    @staticmethod
+    def _tokenized(text: str, ids: Sequence[int], field: str) -> TokenizedPrompt:
         if not ids:
             raise InvalidInputError(field, text, "a text of at least one token")
-        return TokenizedPrompt(text, ids)
+        return TokenizedPrompt.of(text, ids)
 
-    def _ids(self, ids: Any, field: str) -> list[int]:
+    @staticmethod
+    def ids(ids: Any, field: str, text: str | None = None) -> TokenizedPrompt:
+        """A prompt of token ids.
+
+        Args:
+            ids: a sequence of integers, or an array or tensor.
+            text: what they spell, if it is known.
+
+        Raises:
+            InvalidInputError: there is none, or one is no integer.
+        """
         if hasattr(ids, "tolist"):
             ids = ids.tolist()
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
             raise InvalidInputError(field, ids, "a list of token ids")
         if not ids:
             raise InvalidInputError(field, list(ids), "at least one token id")
-        if list(map(type, ids)).count(int) != len(ids):  # one look at each for all but the wrong ones
-            for i, t in enumerate(ids):
-                if isinstance(t, bool) or not isinstance(t, int):
-                    raise InvalidInputError(f"{field}[{i}]", t, "an integer token id")
-        return list(ids)
+        return TokenizedPrompt.of(text, ids, field)
 
     def _chat(self, messages: Any, field: str, **template: Any) -> TokenizedPrompt:
         tokenizer = self._need(field, messages)
@@ -138,8 +199,8 @@ class PromptTokenizer:
         except Exception as e:
             raise InvalidInputError(field, messages, f"messages that the chat template takes ({e})") from e
         # The template has written the special tokens, BOS among them; the tokenizer must not add its own.
-        ids = list(tokenizer(check_text(str(text), field), add_special_tokens=False)["input_ids"])
-        return TokenizedPrompt(str(text), ids)
+        ids = tokenizer(check_text(str(text), field), add_special_tokens=False)["input_ids"]
+        return TokenizedPrompt.of(str(text), ids)
 
     def chat(self, messages: Any, field: str = "messages", **template: Any) -> TokenizedPrompt:
         """Render chat messages with the model's template.
@@ -168,21 +229,3 @@ def check_text(text: str, field: str) -> str:
                 field, text, f"valid Unicode text (position {e.start} holds half a character)"
             ) from None
     return text
-
-
-def ids_of_vocabulary(ids: Sequence[int], vocab_size: int, field: str) -> TokenArray:
-    """Token ids, of which there is at least one and each an integer, as an array of their own.
-
-    Raises:
-        InvalidInputError: naming the first that is no token of the model.
-    """
-    try:
-        # A GPU waits for this, as all prompts of a call are checked before any is run: one look at each id,
-        # and the fastest way from a list into an array.
-        array = np.frombuffer(struct.pack(f"{len(ids)}q", *ids), dtype=np.int64)
-        if array.view(np.uint64).max() < vocab_size:  # a negative one is large here
-            return array
-    except struct.error:  # one is beyond 64 bits
-        pass
-    i = next(i for i, t in enumerate(ids) if not 0 <= t < vocab_size)
-    raise InvalidInputError(f"{field}[{i}]", ids[i], f"token ids from 0 to {vocab_size - 1}")

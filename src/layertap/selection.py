@@ -67,7 +67,8 @@ class Selection:
         Raises:
             InvalidInputError: an unknown field, a layer that is not served, or a value of the wrong form.
         """
-        params = params or {}
+        if not params:
+            return cls(served.ids, served.own_columns)
         prefix = "kv_transfer_params"
         if not isinstance(params, Mapping):
             raise InvalidInputError(prefix, params, "an object")

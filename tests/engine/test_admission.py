@@ -10,6 +10,7 @@ import pytest
 from layertap import InvalidInputError, SamplingParams
 from layertap.config import EngineConfig
 from layertap.engine.admission import Admission
+from layertap.prompts import TokenizedPrompt
 
 VOCAB = 1000
 GREEDY = SamplingParams(max_tokens=1, temperature=0)
@@ -30,8 +31,8 @@ def admission() -> Admission:
 
 def test_the_lowest_and_the_highest_id_pass_and_lie_in_an_array(admission: Admission) -> None:
     ids = [VOCAB - 1, 0, 5, 5]
-    request = admission.make_request("a", ids, GREEDY)
-    assert request.prompt_token_ids is ids
+    request = admission.make_request("a", TokenizedPrompt.of(None, ids), GREEDY)
+    assert request.prompt_token_ids == ids
     tokens = request.token_array(0, 4)
     assert tokens.dtype == np.int64
     assert tokens.tolist() == ids
@@ -48,17 +49,17 @@ def test_an_id_outside_the_vocabulary_is_named_wherever_it_is(admission: Admissi
         ids = [1, 2, 3, 4]
         ids[place] = wrong
         with pytest.raises(InvalidInputError, match=re.escape(f"prompt_token_ids[{place}]: got {wrong}")):
-            admission.make_request("a", ids, GREEDY)
+            admission.make_request("a", TokenizedPrompt.of(None, ids), GREEDY)
 
 
 def test_the_first_of_several_wrong_ids_is_named(admission: Admission) -> None:
     with pytest.raises(InvalidInputError, match=re.escape("prompt_token_ids[1]: got -2")):
-        admission.make_request("a", [1, -2, 10**30, VOCAB], GREEDY)
+        admission.make_request("a", TokenizedPrompt.of(None, [1, -2, 10**30, VOCAB]), GREEDY)
 
 
 def test_empty_and_long_prompts_are_refused(admission: Admission) -> None:
     with pytest.raises(InvalidInputError, match="at least one token"):
-        admission.make_request("a", [], GREEDY)
-    assert admission.make_request("a", [1] * 64, GREEDY).num_prompt_tokens == 64
+        admission.make_request("a", TokenizedPrompt.of(None, []), GREEDY)
+    assert admission.make_request("a", TokenizedPrompt.of(None, [1] * 64), GREEDY).num_prompt_tokens == 64
     with pytest.raises(InvalidInputError, match="at most 64 tokens"):
-        admission.make_request("a", [1] * 65, GREEDY)
+        admission.make_request("a", TokenizedPrompt.of(None, [1] * 65), GREEDY)

@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 from layertap import LLM, SamplingParams
 from layertap.engine.request import Request, RequestStatus
+from layertap.prompts import TokenizedPrompt
 
 
 def test_a_request_that_ends_may_abort_another_of_its_step(make_llm: Callable[..., LLM]) -> None:
     """Requests leave in order, each before the next one's token is looked at."""
     llm = make_llm(layers=None)
     core, greedy = llm._core, SamplingParams(max_tokens=1, temperature=0)
-    first, second, third = (core.make_request(name, [1, 2, 3], greedy) for name in ("a", "b", "c"))
+    prompt = TokenizedPrompt.of(None, [1, 2, 3])
+    first, second, third = (core.make_request(name, prompt, greedy) for name in ("a", "b", "c"))
     ended: list[str] = []
 
     def note(request: Request, finished: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from layertap.engine.standing_heap import MANY, standing_heap
+from layertap.engine.standing_heap import MANY, collections_put_off, standing_heap
 
 
 class Node:
@@ -96,3 +96,18 @@ def test_a_short_call_that_is_never_ended_freezes_nothing() -> None:
         for count in range(MANY):
             note(count)
         assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collections_are_put_off_for_a_moment_and_then_as_before(enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError), collections_put_off():
+            with collections_put_off():
+                assert not gc.isenabled()
+            assert not gc.isenabled()  # the outer one lasts
+            1 / 0
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -284,7 +284,7 @@ def test_the_end_does_not_wait_for_an_engine_that_never_answers(
     async def end() -> None:
         app = build_app(stuck)
         async with app.router.lifespan_context(app):
-            stuck.clean(OutputStream(EngineCall("a", TokenizedPrompt(None, [5]), SamplingParams())))
+            stuck.clean(OutputStream(EngineCall("a", TokenizedPrompt.of(None, [5]), SamplingParams())))
 
     asyncio.run(asyncio.wait_for(end(), 20))
 

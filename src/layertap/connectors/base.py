@@ -12,8 +12,8 @@ import torch
 
 from layertap.connectors.transfer_config import EngineInfo, KVTransferConfig
 from layertap.errors import ExtractionError
-from layertap.prompts import TokenArray
 from layertap.selection import Selection
+from layertap.token_ids import TokenArray
 
 Params = dict[str, Any]
 Outcome = Params | ExtractionError

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from layertap.errors import ExtractionError
-from layertap.prompts import TokenArray
 from layertap.selection import Selection
+from layertap.token_ids import TokenArray
 
 
 @dataclass(frozen=True, slots=True)

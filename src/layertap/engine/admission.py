@@ -10,7 +10,7 @@ from layertap.engine.request import Request
 from layertap.errors import InvalidInputError
 from layertap.layers import ServedLayers
 from layertap.outputs import RequestMetrics
-from layertap.prompts import TokenArray, ids_of_vocabulary
+from layertap.prompts import TokenizedPrompt
 from layertap.sampling_params import SamplingParams
 from layertap.selection import Selection
 
@@ -45,18 +45,15 @@ class Admission:
         self.connector = connector
 
     def make_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = ""
+        self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, cache_salt: str = ""
     ) -> Request:
         """Check a request and build it.
-
-        Args:
-            prompt_token_ids: of a :class:`~layertap.prompts.TokenizedPrompt`; kept as it is.
 
         Raises:
             InvalidInputError: naming the field that is wrong.
         """
-        ids = prompt_token_ids
-        tokens = self._check_prompt(ids)
+        ids = prompt.token_ids
+        self._check_prompt(prompt)
         self._check_params(len(ids), params)
         selection = self._select(request_id, len(ids), params)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
@@ -69,16 +66,17 @@ class Admission:
             RequestMetrics(time.monotonic()),
             cache_salt=cache_salt.encode(),
             max_tokens=0 if self.extract_only else params.max_tokens,
-            prompt_tokens=tokens,
+            prompt_tokens=prompt.array,
         )
 
-    def _check_prompt(self, ids: list[int]) -> TokenArray:
+    def _check_prompt(self, prompt: TokenizedPrompt) -> None:
+        ids = prompt.token_ids
         if not ids:
             raise InvalidInputError("prompt", ids, "at least one token")
         limit = self.max_model_len
         if len(ids) > limit:
             raise InvalidInputError("prompt", f"{len(ids)} tokens", f"at most {limit} tokens (max_model_len)")
-        return ids_of_vocabulary(ids, self.vocab_size, "prompt_token_ids")
+        prompt.check_vocabulary(self.vocab_size)
 
     def _check_params(self, num_tokens: int, params: SamplingParams) -> None:
         if self.extract_only:

@@ -55,7 +55,7 @@ class OutputCollector:
                 seed = None if params.seed is None else params.seed + i
                 own = dataclasses.replace(params, n=1, seed=seed, extra_args=None)
             child_id = request_id if params.n == 1 else f"{request_id}-{i}"
-            request = core.make_request(child_id, prompt.token_ids, own, cache_salt)
+            request = core.make_request(child_id, prompt, own, cache_salt)
             request.on_output = self._note
             self.requests.append(request)
 

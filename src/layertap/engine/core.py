@@ -33,6 +33,7 @@ from layertap.engine.step_clock import StepClock
 from layertap.engine.verifier import Verifier, load_verifier, pick_device
 from layertap.errors import ExtractionError, InvalidInputError
 from layertap.layers import ServedLayers, parse_layers
+from layertap.prompts import TokenizedPrompt
 from layertap.sampling_params import SamplingParams
 
 logger = logging.getLogger("layertap")
@@ -167,17 +168,14 @@ class EngineCore:
         return self.verifier.max_model_len
 
     def make_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = ""
+        self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, cache_salt: str = ""
     ) -> Request:
         """Check a request against the model and build it. Safe to call from any thread.
-
-        Args:
-            prompt_token_ids: of a :class:`~layertap.prompts.TokenizedPrompt`; kept as it is.
 
         Raises:
             InvalidInputError: naming the field that is wrong, before any work starts.
         """
-        return self._admission.make_request(request_id, prompt_token_ids, params, cache_salt)
+        return self._admission.make_request(request_id, prompt, params, cache_salt)
 
     def add_request(self, request: Request) -> None:
         """Queue a checked request.

@@ -13,9 +13,9 @@ import xxhash
 
 from layertap.errors import ExtractionError
 from layertap.outputs import Logprob, RequestMetrics
-from layertap.prompts import TokenArray
 from layertap.sampling_params import SamplingParams
 from layertap.selection import Selection
+from layertap.token_ids import TokenArray
 
 
 class RequestStatus(enum.Enum):

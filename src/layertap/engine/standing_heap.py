@@ -25,6 +25,8 @@ _SECONDS = 60.0  # of long calls, at least, between two collections: they take t
 
 _lock = threading.RLock()  # a generator may be finalised, and leave, wherever its thread then is
 _calls = 0
+_put_off = 0
+_was_enabled = False
 _frozen = False
 _collected: float | None = None
 
@@ -50,6 +52,25 @@ def standing_heap() -> Iterator[Callable[[int], None]]:
     finally:
         if inside:
             _leave()
+
+
+@contextmanager
+def collections_put_off() -> Iterator[None]:
+    """Holds the collector back for a moment in which much is made that will live, while a GPU waits: it would
+    walk through new lists of token ids again and again."""
+    global _put_off, _was_enabled
+    with _lock:
+        if _put_off == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _put_off += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _put_off -= 1
+            if _put_off == 0 and _was_enabled:
+                gc.enable()
 
 
 def _enter() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from layertap.errors import InvalidInputError
-from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_list, check_text, ids_of_vocabulary
+from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_list, check_text
 from layertap.server.requests import ChatRequest, TokenizeRequest
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Tokenizing:
         ids = self._need(field)(check_text(text, field), add_special_tokens=False)["input_ids"]
         if not ids:
             raise InvalidInputError(field, text, "a text of at least one token")
-        return TokenizedPrompt(text, list(ids))
+        return TokenizedPrompt.of(text, ids)
 
     async def text(self, text: str, field: str, add_special_tokens: bool) -> TokenizedPrompt:
         """Tokenize one text.
@@ -126,9 +126,9 @@ class Tokenizing:
         tokenizer = self._need(field)
 
         def work() -> str:
-            checked = self._prompts._ids(ids, field)
-            ids_of_vocabulary(checked, self.vocab_size, field)
-            return str(tokenizer.decode(checked))
+            checked = self._prompts.ids(ids, field)
+            checked.check_vocabulary(self.vocab_size, field)
+            return str(tokenizer.decode(checked.token_ids))
 
         return await _run(work, len(ids) if isinstance(ids, list) else 0)
 
@@ -176,7 +176,7 @@ def truncate(
     ids = prompt.token_ids
     if len(ids) <= keep:
         return prompt
-    return TokenizedPrompt(None, ids[:keep] if (side or default_side) == "right" else ids[-keep:])
+    return TokenizedPrompt.of(None, ids[:keep] if (side or default_side) == "right" else ids[-keep:])
 
 
 def _plain(message: Any, field: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from layertap.engine.loop import EngineClosedError
 from layertap.errors import ExtractionError, InvalidInputError, UnsupportedModelError
 from layertap.outputs import CompletionOutput, Logprob
-from layertap.prompts import ids_of_vocabulary
+from layertap.prompts import TokenizedPrompt
 from layertap.reader import ERROR_SUFFIX, LOCK_SUFFIX, read_error
 from layertap.sampling_params import SamplingParams
 from layertap.vllm.connector import RECORD_NAME
@@ -144,20 +144,21 @@ class VllmEngine:
         if self._closed:
             raise EngineClosedError("the engine is closed")
 
-    def check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+    def check_prompt(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
         """Refuse a prompt that does not fit the model.
 
         Raises:
             InvalidInputError: it is too long, or has a token that the vocabulary does not.
         """
         longest = int(self.model_config.max_model_len)
-        if len(token_ids) + max(1, params.max_tokens) > longest:
+        length = len(prompt.token_ids)
+        if length + max(1, params.max_tokens) > longest:
             raise InvalidInputError(
                 "prompt",
-                f"{len(token_ids)} tokens",
+                f"{length} tokens",
                 f"prompt and output of at most {longest} tokens together (max_model_len)",
             )
-        ids_of_vocabulary(token_ids, int(self.model_config.get_vocab_size()), "prompt_token_ids")
+        prompt.check_vocabulary(int(self.model_config.get_vocab_size()))
 
     def abort(self, request_id: str) -> None:
         """End a request as soon as possible; nothing of it is published unless it was complete."""

@@ -146,7 +146,7 @@ class VllmLLM(LLM):
         done: queue.SimpleQueue[tuple[int, RequestOutput]],
     ) -> VllmCollector:
         self._vllm.check()
-        self._vllm.check_prompt(prompt.token_ids, params)
+        self._vllm.check_prompt(prompt, params)
         if self._core.served is not None:
             check_request_id(name)
             selection = Selection.parse(params.kv_transfer_params, self._served)

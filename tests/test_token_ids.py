@@ -1,0 +1,126 @@
+"""Token ids in every form that users have them in; what is none is named."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from layertap import InvalidInputError
+from layertap.prompts import PromptTokenizer, TokenizedPrompt, is_single
+
+IDS = [7, 0, 1, 31_999]
+tokenize = PromptTokenizer(None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        IDS,
+        tuple(IDS),
+        np.array(IDS, dtype=np.uint16),
+        list(np.array(IDS)),
+        torch.tensor(IDS),
+        list(torch.tensor(IDS)),
+        {"prompt_token_ids": np.array(IDS)},
+    ],
+)
+def test_any_integers_become_a_list_of_ints_and_an_array(given: Any) -> None:
+    prompt = tokenize(given)
+    assert prompt.token_ids == prompt.array.tolist() == IDS
+    assert {type(t) for t in prompt.token_ids} == {int}
+    assert prompt.array.dtype == np.int64
+    assert prompt.token_ids is not given
+
+
+@pytest.mark.parametrize("one", [IDS, np.array(IDS), list(np.array(IDS)), torch.tensor(IDS), "text"])
+def test_one_prompt_is_told_from_several(one: Any) -> None:
+    assert is_single(one)
+    assert not is_single([one, one])
+    assert not is_single(np.array([IDS, IDS]))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ([5, True], "prompt[1]: got True"),
+        ([False], "prompt[0]: got False"),
+        ([1, 0, True, 2.0], "prompt[2]: got True"),  # the first of two
+        ([5, 1.0], "prompt[1]: got 1.0"),
+        ([5, None, 6], "prompt[1]: got None"),
+        ([5, "6"], "prompt[1]: got '6'"),
+        ([5, [6]], "prompt[1]: got [6]"),
+        ([10**30, 5.5], "prompt[1]: got 5.5"),
+        (np.array([0.5]), "prompt[0]: got 0.5"),
+        ([np.bool_(True)], "prompt[0]: got "),
+        ([], "prompt: got []"),
+        (torch.zeros(0, dtype=torch.int64), "prompt: got []"),
+        (b"ab", "prompt: got b'ab'"),
+        (range(0), "prompt: got []"),
+        (5, "prompt: got 5"),
+    ],
+)
+def test_what_is_no_integer_is_named(given: Any, named: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(named)):
+        tokenize(given)
+
+
+@pytest.mark.parametrize("wrong", [-1, 100, 2**63, -(10**30)])
+def test_what_the_vocabulary_does_not_have_is_named(wrong: int) -> None:
+    prompt = tokenize([99, 0, wrong, -5])
+    assert prompt.token_ids[2] == wrong
+    with pytest.raises(
+        InvalidInputError, match=re.escape(f"tokens[2]: got {wrong}; allowed: token ids from 0 to 99")
+    ):
+        prompt.check_vocabulary(100, "tokens")
+
+
+def test_changing_the_list_afterwards_changes_nothing() -> None:
+    given = [5, 6]
+    prompt = tokenize(given)
+    given.append(7)
+    assert prompt.token_ids == prompt.array.tolist() == [5, 6]
+
+
+def test_a_prompt_survives_its_way_to_another_process() -> None:
+    prompt = TokenizedPrompt.of("a text", IDS)
+    again = pickle.loads(pickle.dumps(prompt))
+    assert again == prompt
+    assert again.array.tolist() == IDS
+    assert TokenizedPrompt.of(None, []).array.shape == (0,)
+
+
+class Letters:
+    """A tokenizer of a token a letter, which counts its calls."""
+
+    calls = 0
+
+    def __call__(self, given: str | list[str]) -> dict[str, Any]:
+        self.calls += 1
+        if isinstance(given, str):
+            return {"input_ids": [ord(c) for c in given]}
+        return {"input_ids": [[ord(c) for c in text] for text in given]}
+
+
+def test_long_lists_of_texts_are_tokenized_in_one_call() -> None:
+    letters = Letters()
+    several = PromptTokenizer(letters).several
+    texts = ["a" * 60_000, "b" * 60_000, "c"]
+    together = several(texts)
+    assert letters.calls == 1
+    assert together == [PromptTokenizer(letters)(text) for text in texts]
+    letters.calls = 0
+    assert several(texts[1:]) == together[1:]
+    assert several([*texts, [5, 6]])[3].token_ids == [5, 6]
+    assert letters.calls == 2 + 3
+
+
+@pytest.mark.parametrize("length", [1, 200_000])
+@pytest.mark.parametrize(("wrong", "allowed"), [("", "at least one token"), ("\ud800", "valid Unicode")])
+def test_a_wrong_text_among_several_is_named_by_its_place(length: int, wrong: str, allowed: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"prompts\[1\].*{allowed}"):
+        PromptTokenizer(Letters()).several(["a" * length, wrong])
