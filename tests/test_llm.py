@@ -240,9 +240,9 @@ def test_an_encoder_decoder_model_is_refused_with_the_reason(tmp_path: Path) -> 
         ("text", "tokenizer"),
         (
             [1, 2, tiny_models.VOCAB],
-            rf"prompt_token_ids\[2\]: got {tiny_models.VOCAB}; allowed: token ids from 0",
+            rf"prompts\[1\]\[2\]: got {tiny_models.VOCAB}; allowed: token ids from 0",
         ),
-        ([-1], r"prompt_token_ids\[0\]"),
+        ([-1], r"prompts\[1\]\[0\]"),
         ([1] * 600, "at most 512 tokens"),
         ({"prompt_token_ids": []}, "at least one token"),
         ({"prompt_tokens": [1]}, "prompt"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 import re
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from layertap import InvalidInputError
-from layertap.prompts import PromptTokenizer, TokenizedPrompt, is_single
+from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_list, is_single
 
 IDS = [7, 0, 1, 31_999]
 tokenize = PromptTokenizer(None)
@@ -26,6 +27,9 @@ tokenize = PromptTokenizer(None)
         list(np.array(IDS)),
         torch.tensor(IDS),
         list(torch.tensor(IDS)),
+        [7, 0, *np.array([1, 31_999])],
+        [7, 0, *torch.tensor([1, 31_999])],
+        [7, enum.IntEnum("Token", {"A": 0}).A, 1, 31_999],
         {"prompt_token_ids": np.array(IDS)},
     ],
 )
@@ -37,11 +41,45 @@ def test_any_integers_become_a_list_of_ints_and_an_array(given: Any) -> None:
     assert prompt.token_ids is not given
 
 
-@pytest.mark.parametrize("one", [IDS, np.array(IDS), list(np.array(IDS)), torch.tensor(IDS), "text"])
+class Column(list[Any]):
+    """A table's, as pandas has it."""
+
+    ndim = 1
+
+
+@pytest.mark.parametrize(
+    "one",
+    [IDS, np.array(IDS), list(np.array(IDS)), torch.tensor(IDS), "text", [{"role": "user"}], Column(IDS)],
+)
 def test_one_prompt_is_told_from_several(one: Any) -> None:
     assert is_single(one)
+    assert as_list(one) == [one] or as_list(one)[0] is one
     assert not is_single([one, one])
-    assert not is_single(np.array([IDS, IDS]))
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        np.array([IDS, IDS]),
+        torch.tensor([IDS, IDS]),
+        np.array(["one", "two"]),
+        np.array([[5, 6], [7]], dtype=object),
+        Column(["one", "two"]),
+        Column([[5, 6], [7]]),
+        Column([[{"role": "user"}], [{"role": "user"}]]),
+        ["one", "two"],
+        (p for p in ("one", "two")),
+    ],
+)
+def test_several_prompts_are_told_from_one(several: Any) -> None:
+    assert not is_single(several)
+    assert len(as_list(several)) == 2
+
+
+@pytest.mark.parametrize("none", [5, None, np.array(5), torch.tensor(5), [], np.array([]), iter([])])
+def test_what_is_no_prompt_is_refused(none: Any) -> None:
+    with pytest.raises(InvalidInputError, match="prompts: got"):
+        as_list(none)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +95,10 @@ def test_one_prompt_is_told_from_several(one: Any) -> None:
         ([10**30, 5.5], "prompt[1]: got 5.5"),
         (np.array([0.5]), "prompt[0]: got 0.5"),
         ([np.bool_(True)], "prompt[0]: got "),
+        ([1, torch.tensor(True)], "prompt[1]: got tensor(True)"),
+        ([1, torch.tensor(1.5)], "prompt[1]: got tensor(1.5"),
+        ([3, np.array([5, 6])], "prompt[1]: got array([5, 6])"),
+        ([3, torch.tensor([5, 6])], "prompt[1]: got tensor([5, 6])"),
         ([], "prompt: got []"),
         (torch.zeros(0, dtype=torch.int64), "prompt: got []"),
         (b"ab", "prompt: got b'ab'"),
@@ -71,12 +113,20 @@ def test_what_is_no_integer_is_named(given: Any, named: str) -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 100, 2**63, -(10**30)])
 def test_what_the_vocabulary_does_not_have_is_named(wrong: int) -> None:
-    prompt = tokenize([99, 0, wrong, -5])
-    assert prompt.token_ids[2] == wrong
-    with pytest.raises(
-        InvalidInputError, match=re.escape(f"tokens[2]: got {wrong}; allowed: token ids from 0 to 99")
-    ):
-        prompt.check_vocabulary(100, "tokens")
+    for given in ([99, 0, wrong, -5], [np.int64(99), 0, wrong, -5]):
+        prompt = tokenize(given, "tokens")
+        assert prompt.token_ids[2] == wrong
+        there = pickle.loads(pickle.dumps(prompt))  # of a replica
+        for checked in (prompt, there):
+            with pytest.raises(
+                InvalidInputError, match=re.escape(f"tokens[2]: got {wrong}; allowed: token ids from 0 to 99")
+            ):
+                checked.check_vocabulary(100)
+
+
+def test_an_integer_that_cannot_be_written_down_is_refused_all_the_same() -> None:
+    with pytest.raises(InvalidInputError, match="something of type int that cannot be shown"):
+        tokenize([10**5000]).check_vocabulary(100)
 
 
 def test_changing_the_list_afterwards_changes_nothing() -> None:
@@ -91,7 +141,10 @@ def test_a_prompt_survives_its_way_to_another_process() -> None:
     again = pickle.loads(pickle.dumps(prompt))
     assert again == prompt
     assert again.array.tolist() == IDS
-    assert TokenizedPrompt.of(None, []).array.shape == (0,)
+    nothing = TokenizedPrompt.of(None, [])
+    assert pickle.loads(pickle.dumps(nothing)) == nothing
+    assert nothing.array.shape == (0,)
+    nothing.check_vocabulary(1)
 
 
 class Letters:

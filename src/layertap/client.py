@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Self
 from urllib.parse import quote
@@ -20,7 +20,7 @@ from urllib.parse import quote
 from layertap import reader
 from layertap.client_http import Connections, ServerError
 from layertap.errors import InvalidInputError, LayertapError
-from layertap.prompts import is_single
+from layertap.prompts import as_iterable
 from layertap.record import HiddenStates, read_record
 
 Transport = Literal["auto", "path", "http", "inline"]
@@ -81,13 +81,15 @@ class _Extractor:
             transfer["inline"] = True
         body["kv_transfer_params"] = transfer
         if isinstance(prompt, Mapping):
-            prompt = prompt.get("prompt_token_ids") or prompt.get("messages") or prompt.get("prompt")
-        if hasattr(prompt, "tolist"):
-            prompt = prompt.tolist()
+            given = (prompt.get(name) for name in ("prompt_token_ids", "messages", "prompt"))
+            prompt = next((value for value in given if value is not None), None)
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if isinstance(prompt, list | tuple):  # numpy's integers among them
+            prompt = [t.tolist() if hasattr(t, "tolist") else t for t in prompt]
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
             path, body["messages"] = "/v1/chat/completions", prompt
         else:
-            path, body["prompt"] = "/v1/completions", list(prompt) if isinstance(prompt, tuple) else prompt
+            path, body["prompt"] = "/v1/completions", prompt
         answer = json.loads(self._http.request("POST", path, body))
         return self._take(answer.get("kv_transfer_params") or {})
 
@@ -216,8 +218,7 @@ class Client(_Extractor):
             ServerError: a request failed for good (with ``on_error="return"`` it is yielded in its place).
         """
         options = _options(layers, tokens, dtype, include_output_tokens, max_tokens)
-        items: Iterable[Any] = [prompts] if is_single(prompts) else prompts
-        return self._extract(iter(items), _Window(self, options, on_error))
+        return self._extract(iter(as_iterable(prompts)), _Window(self, options, on_error))
 
     def _extract(self, items: Iterator[Any], window: _Window) -> Iterator[HiddenStates]:
         with window:
@@ -290,5 +291,5 @@ async def _items(prompts: Any) -> AsyncIterator[Any]:
         async for item in prompts:
             yield item
         return
-    for item in [prompts] if is_single(prompts) else prompts:
+    for item in as_iterable(prompts):
         yield item

@@ -22,7 +22,10 @@ class InvalidInputError(LayertapError, ValueError):
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except ValueError as e:  # an integer of thousands of digits, say
+            shown = f"something of type {type(value).__name__} that cannot be shown ({e})"
         if len(shown) > 120:
             shown = shown[:100] + f"... ({len(shown)} characters)"
         super().__init__(f"{field}: got {shown}; allowed: {allowed}")

@@ -28,7 +28,7 @@ from layertap.extraction import LEAST_BUFFER_BYTES, Extraction
 from layertap.layers import LayerSpec, ServedLayers
 from layertap.outputs import RequestOutput
 from layertap.progress import Progress
-from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_list, is_single
+from layertap.prompts import PromptTokenizer, TokenizedPrompt, as_iterable, as_list, is_single
 from layertap.record import HiddenStates
 from layertap.sampling_params import SamplingParams
 from layertap.selection import Selection, parse_tokens
@@ -335,10 +335,8 @@ class LLM:
         Selection.parse(transfer, self._core.served)  # wrong input is told before the first prompt is taken
         params = sampling_params or SamplingParams(max_tokens=max_tokens, temperature=0.0, detokenize=False)
         params = SamplingParams(**{**_fields(params), "kv_transfer_params": transfer})
-        items: Iterable[Any] = [prompts] if is_single(prompts) else prompts
-        if not hasattr(items, "__iter__"):
-            as_list(items)
-        return self._extract(iter(items), params, request_ids, on_error, use_tqdm, buffer_bytes)
+        items = iter(as_iterable(prompts))
+        return self._extract(items, params, request_ids, on_error, use_tqdm, buffer_bytes)
 
     def _extract(
         self,

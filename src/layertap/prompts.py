@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
 from layertap.errors import InvalidInputError
-from layertap.token_ids import TokenArray, check_vocabulary, pack
+from layertap.token_ids import TokenArray, as_array, check_vocabulary, is_clipped, plain_ints
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 ALLOWED = (
@@ -29,50 +29,65 @@ class TokenizedPrompt:
     token_ids: list[int]
     """In a list that nobody else holds."""
     array: TokenArray = field(compare=False, repr=False)
-    """The same."""
+    """The same, but for ids beyond 64 bits."""
+    name: str = field(default="prompt_token_ids", compare=False, repr=False)
+    """What the user calls the ids."""
 
     @classmethod
-    def of(cls, text: str | None, ids: Sequence[int], name: str = "prompt_token_ids") -> TokenizedPrompt:
+    def of(cls, text: str | None, ids: Sequence[Any], name: str = "prompt_token_ids") -> TokenizedPrompt:
         """A prompt of token ids, which are copied.
-
-        Args:
-            name: what errors call the ids.
 
         Raises:
             InvalidInputError: naming the first that is no integer.
         """
-        own = list(ids)
-        array = pack(own, name)
-        if own and type(own[0]) is not int:  # numpy's, say
-            own = array.tolist()
-        return cls(text, own, array)
+        own = plain_ints(ids, name)
+        return cls(text, own, as_array(own), name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.text, self.array)
+        if is_clipped(self.array):
+            return TokenizedPrompt.of, (self.text, self.token_ids, self.name)
+        return _unpickled, (self.text, self.array, self.name)  # a list takes longer
 
-    def check_vocabulary(self, vocab_size: int, name: str = "prompt_token_ids") -> None:
+    def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse ids that are no tokens of the model.
 
         Raises:
             InvalidInputError: naming the first one.
         """
-        check_vocabulary(self.token_ids, self.array, vocab_size, name)
+        check_vocabulary(self.token_ids, self.array, vocab_size, self.name)
 
 
-def _unpickled(text: str | None, array: TokenArray) -> TokenizedPrompt:
-    return TokenizedPrompt(text, array.tolist(), array)
+def _unpickled(text: str | None, array: TokenArray, name: str) -> TokenizedPrompt:
+    return TokenizedPrompt(text, array.tolist(), array, name)
 
 
 def is_single(prompts: Any) -> bool:
     """True if ``prompts`` is one prompt, not a list of them."""
-    if isinstance(prompts, str | Mapping) or getattr(prompts, "ndim", None) == 1:  # an array or tensor
+    if isinstance(prompts, str | Mapping):
         return True
-    if not isinstance(prompts, Sequence) or not prompts:
+    in_a_row = getattr(prompts, "ndim", None) == 1  # array, tensor, a table's column: of ids or of prompts
+    if not (in_a_row or isinstance(prompts, Sequence)) or not len(prompts):
         return False
-    first = prompts[0]
-    if isinstance(first, Integral):  # numpy's are; a row of an array is not, though it has __index__
+    first = next(iter(prompts))
+    if in_a_row and getattr(first, "ndim", None) == 0:
+        first = first.item()
+    if isinstance(first, Integral):  # numpy's are
         return not isinstance(first, bool)
     return isinstance(first, Mapping) and "role" in first
+
+
+def as_iterable(prompts: Any) -> Iterable[Any]:
+    """One or many prompts as something to go through.
+
+    Raises:
+        InvalidInputError: it is no prompt, and not several.
+    """
+    if is_single(prompts):
+        return [prompts]
+    if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", None) == 0:
+        raise InvalidInputError("prompts", prompts, ALLOWED)
+    found: Iterable[Any] = prompts
+    return found
 
 
 def as_list(prompts: Any) -> list[Any]:
@@ -81,15 +96,10 @@ def as_list(prompts: Any) -> list[Any]:
     Raises:
         InvalidInputError: no prompt at all, or something that is none.
     """
-    if is_single(prompts):
-        return [prompts]
-    if isinstance(prompts, Sequence) and not isinstance(prompts, bytes):
-        if not prompts:
-            raise InvalidInputError("prompts", prompts, "at least one prompt")
-        return list(prompts)
-    if hasattr(prompts, "__iter__") and not isinstance(prompts, bytes):
-        return list(prompts)
-    raise InvalidInputError("prompts", prompts, ALLOWED)
+    found = list(as_iterable(prompts))
+    if not found:
+        raise InvalidInputError("prompts", found, "at least one prompt")
+    return found
 
 
 class PromptTokenizer:

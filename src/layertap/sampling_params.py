@@ -57,7 +57,7 @@ class SamplingParams:
         self._check_int("n", 1)
         self._check_int("max_tokens", 0)
         self._check_int("min_tokens", 0)
-        self._check_number("temperature", 0.0, 1e6, "a number from 0 (greedy) up")
+        self._check_number("temperature", 0.0, 1e6, "a number from 0 (greedy) to 1e6")
         self._check_number("top_p", 1e-9, 1.0, "a number above 0 and at most 1")
         if self.top_k == -1:
             self.top_k = 0

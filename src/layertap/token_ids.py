@@ -1,10 +1,12 @@
-"""Token ids as users give them: checked, and put into an array, with one look at each.
+"""Token ids as users give them: checked, and put into an array.
 
-A GPU waits for this: of the prompts of a call none is run before all are checked.
+A GPU waits for this, as of the prompts of a call none is run before all are checked. So ids are walked
+through as rarely as may be, and the array serves all that comes after.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import struct
 from collections.abc import Sequence
@@ -15,51 +17,54 @@ import numpy as np
 from layertap.errors import InvalidInputError
 
 TokenArray = np.ndarray[Any, np.dtype[np.int64]]
-_LIMITS = np.iinfo(np.int64)
+_LEAST, _MOST = -(2**63), 2**63 - 1
 
 
-def pack(ids: Sequence[int], field: str) -> TokenArray:
-    """Integers as an array that cannot be written to. One beyond 64 bits becomes the nearest that is not: no
-    vocabulary has either.
+def plain_ints(ids: Sequence[Any], field: str) -> list[int]:
+    """A list of its own of Python's integers, from integers of any kind: numpy's, tensors of one element.
 
     Raises:
         InvalidInputError: naming the first that is no integer, or a bool.
     """
+    own = list(ids)
+    if list(map(type, own)).count(int) == len(own):
+        return own
+    return [_integer(token, f"{field}[{i}]") for i, token in enumerate(own)]
+
+
+def as_array(ids: list[int]) -> TokenArray:
+    """Integers as an array. One beyond 64 bits becomes the nearest that is not: no vocabulary has either."""
     try:
-        # The fastest of the ways from a list into an array, and no number with a fraction passes.
-        array = np.frombuffer(struct.pack(f"{len(ids)}q", *ids), dtype=np.int64)
+        # The fastest of the ways from a list into an array.
+        return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), dtype=np.int64)
     except struct.error:
-        array = np.array([_clipped(t, f"{field}[{i}]") for i, t in enumerate(ids)], dtype=np.int64)
-    for i in np.flatnonzero(array.view(np.uint64) < 2).tolist():  # what a bool may be
-        if isinstance(ids[i], bool):
-            raise _no_integer(ids[i], f"{field}[{i}]")
-    return array
+        return np.array([max(_LEAST, min(t, _MOST)) for t in ids], dtype=np.int64)
+
+
+def is_clipped(array: TokenArray) -> bool:
+    """Whether there may be ids that the array does not hold."""
+    return len(array) > 0 and bool(array.max() == _MOST or array.min() == _LEAST)
 
 
 def check_vocabulary(ids: Sequence[int], array: TokenArray, vocab_size: int, field: str) -> None:
     """Refuse ids that are no tokens of the model.
 
     Args:
-        ids: at least one; what the first wrong one is called by.
-        array: the same, packed.
+        ids: what the first wrong one is called by.
+        array: the same.
 
     Raises:
         InvalidInputError: naming the first one.
     """
-    if array.view(np.uint64).max() >= vocab_size:  # a negative one is large here
-        i = int(np.argmax(array.view(np.uint64) >= vocab_size))
+    wrong = array.view(np.uint64) >= vocab_size  # a negative one is large here
+    if wrong.any():
+        i = int(wrong.argmax())
         raise InvalidInputError(f"{field}[{i}]", ids[i], f"token ids from 0 to {vocab_size - 1}")
 
 
-def _clipped(token: object, field: str) -> int:
-    if isinstance(token, bool):
-        raise _no_integer(token, field)
-    try:
-        value = operator.index(token)  # type: ignore[arg-type]
-    except TypeError:
-        raise _no_integer(token, field) from None
-    return max(int(_LIMITS.min), min(value, int(_LIMITS.max)))
-
-
-def _no_integer(token: object, field: str) -> InvalidInputError:
-    return InvalidInputError(field, token, "an integer token id")
+def _integer(token: Any, field: str) -> int:
+    is_bool = isinstance(token, bool) or "bool" in str(getattr(token, "dtype", ""))
+    with contextlib.suppress(Exception):  # whatever an object's own __index__ raises
+        if not is_bool:
+            return operator.index(token)
+    raise InvalidInputError(field, token, "an integer token id")

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -313,7 +314,7 @@ def test_staging_stays_under_its_ring_and_blocks_do_not_run_out(llm: LLM) -> Non
 
 
 def test_wrong_prompts_are_told_before_they_run(llm: LLM) -> None:
-    for wrong, named in (([VOCAB + 5], "prompt_token_ids"), ([1] * 600, "max_model_len"), ([], "prompt")):
+    for wrong, named in (([VOCAB + 5], r"prompts\[1\]\[0\]"), ([1] * 600, "max_model_len"), ([], "prompt")):
         begun = writer_of(llm).producer.stats()["requests_completed"]
         with pytest.raises(InvalidInputError, match=named):
             llm.generate([prompt(5), wrong], SamplingParams(max_tokens=1, **GREEDY))
@@ -323,6 +324,25 @@ def test_wrong_prompts_are_told_before_they_run(llm: LLM) -> None:
         )  # the right one has not run either
     with pytest.raises(InvalidInputError, match="request_id"):
         llm.generate([[1]], SamplingParams(max_tokens=1, **GREEDY), request_ids=["../x"])
+
+
+def test_a_prompt_that_cannot_be_sent_to_the_engine_leaves_nothing_that_it_waits_for(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = llm._vllm._engine  # type: ignore[attr-defined]
+
+    def refuse(request: object) -> None:
+        raise TypeError("not serializable")  # as vLLM's encoder does, after it has noted the request
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine_core, "add_request", refuse)
+        with pytest.raises(ExtractionError, match="not serializable"):
+            llm.generate([prompt(5)], SamplingParams(max_tokens=1, **GREEDY))
+    assert not engine.has_unfinished_requests()
+    mixed = [5, np.int64(6), 7]
+    (output,) = llm.generate([mixed], SamplingParams(max_tokens=1, **GREEDY))
+    assert output.prompt_token_ids == [5, 6, 7]
+    settle(llm)
 
 
 def test_unknown_keywords_are_refused(path: str) -> None:

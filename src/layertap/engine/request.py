@@ -47,14 +47,14 @@ class Request:
     eos_token_ids: frozenset[int]
     metrics: RequestMetrics
     max_tokens: int
-    """TokenArray to generate at most; 0 with an engine that extracts only."""
+    """Tokens to generate at most; 0 with an engine that extracts only."""
     cache_salt: bytes = b""
     """Anything beside the token ids that changes the states; part of every block hash."""
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    """TokenArray whose keys, values and hidden states lie in the cache (or will, once the launched steps have
+    """Tokens whose keys, values and hidden states lie in the cache (or will, once the launched steps have
     run)."""
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)

@@ -25,8 +25,6 @@ _SECONDS = 60.0  # of long calls, at least, between two collections: they take t
 
 _lock = threading.RLock()  # a generator may be finalised, and leave, wherever its thread then is
 _calls = 0
-_put_off = 0
-_was_enabled = False
 _frozen = False
 _collected: float | None = None
 
@@ -58,19 +56,13 @@ def standing_heap() -> Iterator[Callable[[int], None]]:
 def collections_put_off() -> Iterator[None]:
     """Holds the collector back for a moment in which much is made that will live, while a GPU waits: it would
     walk through new lists of token ids again and again."""
-    global _put_off, _was_enabled
-    with _lock:
-        if _put_off == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _put_off += 1
+    enabled = gc.isenabled()
     try:
+        gc.disable()
         yield
     finally:
-        with _lock:
-            _put_off -= 1
-            if _put_off == 0 and _was_enabled:
-                gc.enable()
+        if enabled:  # else it is another call's, or the program's own affair
+            gc.enable()
 
 
 def _enter() -> None:

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,8 +32,9 @@ logger = logging.getLogger("layertap")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _END_SECONDS = 15.0
 _MOST_FAILURES = 6
-"""Starts in a row that came to nothing: an engine is given up then. With the pauses between them that takes
-half a minute and the starts' own time."""
+"""Starts in a row that came to nothing, or to an engine that died at once: it is given up then. With the
+pauses between them that takes half a minute and the starts' own time."""
+_LONG_ENOUGH = 60.0  # seconds that an engine has lived, not to have died at once
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +89,7 @@ class ReplicaEngine(AsyncEngine):
         self._processes: list[_Process | None] = [None] * count
         self.restarts = [0] * count
         self._failures = [0] * count
-        """Of each, how often in a row it could not be started, or died without having taken a call."""
+        """Of each, how often in a row it could not be started, or died soon without having taken a call."""
         self._keepers: list[asyncio.Task[None]] = []
         self._closing = False
         self._spawned: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
@@ -172,8 +174,9 @@ class ReplicaEngine(AsyncEngine):
                     continue
             process.reader, process.writer = await asyncio.open_connection(sock=process.socket)
             self._processes[index] = process
+            begun = time.monotonic()
             self._failures[index] += 1
-            if await self._read(process):
+            if await self._read(process) or time.monotonic() - begun >= _LONG_ENOUGH:
                 pause = _FIRST_PAUSE
                 self._failures[index] = 0
             self._processes[index] = None

@@ -127,7 +127,7 @@ class Tokenizing:
 
         def work() -> str:
             checked = self._prompts.ids(ids, field)
-            checked.check_vocabulary(self.vocab_size, field)
+            checked.check_vocabulary(self.vocab_size)
             return str(tokenizer.decode(checked.token_ids))
 
         return await _run(work, len(ids) if isinstance(ids, list) else 0)
@@ -176,7 +176,8 @@ def truncate(
     ids = prompt.token_ids
     if len(ids) <= keep:
         return prompt
-    return TokenizedPrompt.of(None, ids[:keep] if (side or default_side) == "right" else ids[-keep:])
+    kept = ids[:keep] if (side or default_side) == "right" else ids[-keep:]
+    return TokenizedPrompt.of(None, kept, prompt.name)
 
 
 def _plain(message: Any, field: str) -> dict[str, Any]:

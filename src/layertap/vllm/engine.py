@@ -152,6 +152,8 @@ class VllmEngine:
         """
         longest = int(self.model_config.max_model_len)
         length = len(prompt.token_ids)
+        if not length:
+            raise InvalidInputError("prompt", prompt.token_ids, "at least one token")
         if length + max(1, params.max_tokens) > longest:
             raise InvalidInputError(
                 "prompt",
@@ -250,6 +252,8 @@ class VllmEngine:
             prompt = {"prompt_token_ids": request.prompt_token_ids}
             self._engine.add_request(request.request_id, prompt, self._params(request))
         except (ValueError, TypeError) as error:
+            # What vLLM has noted of it before would have its next step wait for an answer that never comes.
+            self._engine.abort_request([request.request_id])
             self._fail(request, str(error), "invalid_input")
 
     def _abort(self, request_id: str) -> None:
