@@ -185,10 +185,7 @@ class LLM:
         done: Done = queue.SimpleQueue()
         collectors = []
         with collections_put_off():
-            if len(items) == 1:
-                prompts = [self.prompt_tokenizer(items[0])]
-            else:
-                prompts = self.prompt_tokenizer.several(items)
+            prompts = self.prompt_tokenizer.several(items)
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
                 name = request_ids[i] if request_ids is not None else self._next_id()
                 collectors.append(self._collector(name, prompt, p, i, done))
@@ -276,8 +273,7 @@ class LLM:
         template."""
         items = [messages] if is_single(messages) else list(messages)
         rendered = [self.prompt_tokenizer.chat(m, **template) for m in items]
-        ids = [{"prompt_token_ids": r.token_ids, "prompt": r.text} for r in rendered]
-        return self.generate(ids, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(rendered, sampling_params, use_tqdm=use_tqdm)
 
     # --- ours ----------------------------------------------------------------------------------------------
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from layertap.errors import InvalidInputError
-from layertap.token_ids import TokenArray, as_array, check_vocabulary, is_clipped, plain_ints
+from layertap.token_ids import TokenArray, as_array, is_clipped, plain_ints
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 ALLOWED = (
@@ -54,7 +56,12 @@ class TokenizedPrompt:
         Raises:
             InvalidInputError: naming the first one.
         """
-        check_vocabulary(self.token_ids, self.array, vocab_size, self.name)
+        wrong = self.array.view(np.uint64) >= vocab_size  # a negative one is large here
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise InvalidInputError(
+                f"{self.name}[{i}]", self.token_ids[i], f"token ids from 0 to {vocab_size - 1}"
+            )
 
 
 def _unpickled(text: str | None, array: TokenArray, name: str) -> TokenizedPrompt:
@@ -115,6 +122,8 @@ class PromptTokenizer:
             InvalidInputError: it is none of the allowed forms, is empty, or needs a tokenizer that is not
             there.
         """
+        if isinstance(prompt, TokenizedPrompt):
+            return prompt
         if isinstance(prompt, Mapping):
             known = {"prompt", "prompt_token_ids", "messages"}
             given = [k for k in ("prompt_token_ids", "messages", "prompt") if prompt.get(k) is not None]
@@ -131,9 +140,9 @@ class PromptTokenizer:
                 return self.ids(prompt[key], f"{field}.{key}", prompt.get("prompt"))
             if key == "messages":
                 return self._chat(prompt[key], f"{field}.{key}")
-            return self._text(prompt[key], f"{field}.{key}")
+            return self.text(prompt[key], f"{field}.{key}")
         if isinstance(prompt, str):
-            return self._text(prompt, field)
+            return self.text(prompt, field)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             if prompt and isinstance(prompt[0], Mapping):
                 return self._chat(prompt, field)
@@ -142,19 +151,19 @@ class PromptTokenizer:
             return self.ids(prompt, field)
         raise InvalidInputError(field, prompt, ALLOWED)
 
-    def several(self, prompts: Sequence[Any], field: str = "prompts") -> list[TokenizedPrompt]:
+    def several(self, prompts: Sequence[Any]) -> list[TokenizedPrompt]:
         """Tokenize the prompts of one call. Long lists of texts go to the tokenizer together: it spreads them
         over the cores.
 
         Raises:
-            InvalidInputError: see :meth:`__call__`; it names the prompt by its place.
+            InvalidInputError: see :meth:`__call__`; it names the prompt by its place among several.
         """
-        names = [f"{field}[{i}]" for i in range(len(prompts))]
+        names = [f"prompts[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
         all_texts = self.tokenizer is not None and all(isinstance(p, str) for p in prompts)
         if not all_texts or sum(map(len, prompts)) < _MANY_CHARACTERS:
             return [self(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
         texts = [check_text(text, name) for text, name in zip(prompts, names, strict=True)]
-        rows = self._need(field, texts)(texts)["input_ids"]
+        rows = self.tokenizer(texts)["input_ids"]  # type: ignore[misc]
         return [self._tokenized(*one) for one in zip(texts, rows, names, strict=True)]
 
     def _need(self, field: str, value: object) -> Any:
@@ -162,10 +171,19 @@ class PromptTokenizer:
             raise InvalidInputError(field, value, "token ids: there is no tokenizer (skip_tokenizer_init)")
         return self.tokenizer
 
-    def _text(self, text: Any, field: str) -> TokenizedPrompt:
+    def text(self, text: Any, field: str, **options: Any) -> TokenizedPrompt:
+        """A prompt of a text.
+
+        Args:
+            options: for the tokenizer.
+
+        Raises:
+            InvalidInputError: it is empty or not Unicode text, or there is no tokenizer.
+        """
         if not isinstance(text, str):
             raise InvalidInputError(field, text, "a string")
-        return self._tokenized(text, self._need(field, text)(check_text(text, field))["input_ids"], field)
+        ids = self._need(field, text)(check_text(text, field), **options)["input_ids"]
+        return self._tokenized(text, ids, field)
 
     @staticmethod
     def _tokenized(text: str, ids: Sequence[int], field: str) -> TokenizedPrompt:

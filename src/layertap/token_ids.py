@@ -46,22 +46,6 @@ def is_clipped(array: TokenArray) -> bool:
     return len(array) > 0 and bool(array.max() == _MOST or array.min() == _LEAST)
 
 
-def check_vocabulary(ids: Sequence[int], array: TokenArray, vocab_size: int, field: str) -> None:
-    """Refuse ids that are no tokens of the model.
-
-    Args:
-        ids: what the first wrong one is called by.
-        array: the same.
-
-    Raises:
-        InvalidInputError: naming the first one.
-    """
-    wrong = array.view(np.uint64) >= vocab_size  # a negative one is large here
-    if wrong.any():
-        i = int(wrong.argmax())
-        raise InvalidInputError(f"{field}[{i}]", ids[i], f"token ids from 0 to {vocab_size - 1}")
-
-
 def _integer(token: Any, field: str) -> int:
     is_bool = isinstance(token, bool) or "bool" in str(getattr(token, "dtype", ""))
     with contextlib.suppress(Exception):  # whatever an object's own __index__ raises

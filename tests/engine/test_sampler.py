@@ -8,14 +8,16 @@ import torch
 from layertap.engine.request import Request
 from layertap.engine.sampler import logprobs_of, sample
 from layertap.outputs import RequestMetrics
+from layertap.prompts import TokenizedPrompt
 from layertap.sampling_params import SamplingParams
 
+ONE_TOKEN = TokenizedPrompt.of(None, [1])
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
 
 
 def draw(count: int, **params: object) -> list[int]:
     values = SamplingParams(**params)  # type: ignore[arg-type]
-    request = Request("r", [1], values, None, frozenset(), RequestMetrics(0.0), values.max_tokens)
+    request = Request("r", ONE_TOKEN, values, None, frozenset(), RequestMetrics(0.0), values.max_tokens)
     generator = torch.Generator().manual_seed(0)
     return [int(sample(LOGITS[None], [request], generator)[0]) for _ in range(count)]
 
@@ -45,7 +47,7 @@ def test_the_highest_temperature_draws_evenly() -> None:
 def test_logits_that_are_no_numbers_harm_no_other_request(broken: float) -> None:
     rows = torch.stack([LOGITS, torch.full_like(LOGITS, broken), LOGITS])
     requests = [
-        Request(name, [1], params, None, frozenset(), RequestMetrics(0.0), 1)
+        Request(name, ONE_TOKEN, params, None, frozenset(), RequestMetrics(0.0), 1)
         for name, params in (
             ("a", SamplingParams(temperature=1e-3)),
             ("b", SamplingParams(temperature=1.0, top_k=2, top_p=0.9)),

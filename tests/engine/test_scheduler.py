@@ -12,13 +12,15 @@ from layertap.engine.block_pool import BlockPool
 from layertap.engine.request import Request, RequestStatus
 from layertap.engine.scheduler import Scheduler
 from layertap.outputs import RequestMetrics
+from layertap.prompts import TokenizedPrompt
 from layertap.sampling_params import SamplingParams
 
 BLOCK = 4
 
 
 def make_request(name: str, length: int, max_tokens: int, rng: random.Random) -> Request:
-    prompt = [rng.randrange(3) for _ in range(length)]  # few token ids: prefixes are often shared
+    ids = [rng.randrange(3) for _ in range(length)]  # few token ids: prefixes are often shared
+    prompt = TokenizedPrompt.of(None, ids)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return Request(name, prompt, params, None, frozenset(), RequestMetrics(0.0), max_tokens)
 
@@ -106,7 +108,7 @@ def test_the_last_prompt_token_is_computed_even_if_all_blocks_are_known() -> Non
     scheduler.add(first)
     scheduler.schedule()
     again = make_request("b", 8, 0, rng)
-    again.prompt_token_ids = first.prompt_token_ids
+    again.prompt = first.prompt
     scheduler.add(again)
     (scheduled,) = scheduler.schedule().scheduled
     assert (scheduled.start, scheduled.num_tokens) == (4, 4)
@@ -124,7 +126,7 @@ def test_a_prompt_that_fits_a_step_is_not_cut_where_that_is_to_be_avoided() -> N
 def test_a_salt_keeps_equal_prompts_apart() -> None:
     rng = random.Random(0)
     a, b = make_request("a", 9, 0, rng), make_request("b", 9, 0, rng)
-    b.prompt_token_ids, b.cache_salt = a.prompt_token_ids, b"adapter"
+    b.prompt, b.cache_salt = a.prompt, b"adapter"
     assert set(a.hashes(BLOCK)).isdisjoint(b.hashes(BLOCK))
 
 

@@ -311,7 +311,7 @@ class _Extraction:
                 # Nothing that is known to be wrong stays under a final name, whatever becomes of this prompt.
                 Path(path).unlink(missing_ok=True)
             self._pending[name] = _Pending(line, reason or None)
-            yield name, {"prompt_token_ids": prompt.token_ids}
+            yield name, prompt
 
     def _stored(self, pending: _Pending, output: RequestOutput) -> CorpusResult:
         line = pending.line

@@ -52,21 +52,20 @@ class Admission:
         Raises:
             InvalidInputError: naming the field that is wrong.
         """
-        ids = prompt.token_ids
+        num_tokens = len(prompt.token_ids)
         self._check_prompt(prompt)
-        self._check_params(len(ids), params)
-        selection = self._select(request_id, len(ids), params)
+        self._check_params(num_tokens, params)
+        selection = self._select(request_id, num_tokens, params)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         return Request(
             request_id,
-            ids,
+            prompt,
             params,
             selection,
             eos.union(params.stop_token_ids) if params.stop_token_ids else eos,
             RequestMetrics(time.monotonic()),
             cache_salt=cache_salt.encode(),
             max_tokens=0 if self.extract_only else params.max_tokens,
-            prompt_tokens=prompt.array,
         )
 
     def _check_prompt(self, prompt: TokenizedPrompt) -> None:

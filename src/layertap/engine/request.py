@@ -13,6 +13,7 @@ import xxhash
 
 from layertap.errors import ExtractionError
 from layertap.outputs import Logprob, RequestMetrics
+from layertap.prompts import TokenizedPrompt
 from layertap.sampling_params import SamplingParams
 from layertap.selection import Selection
 from layertap.token_ids import TokenArray
@@ -40,7 +41,7 @@ class Request:
     """A prompt, the tokens it has produced, and the blocks that hold its keys, values and hidden states."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt: TokenizedPrompt
     params: SamplingParams
     selection: Selection | None
     """What to keep of the hidden states; None when the engine taps nothing."""
@@ -74,26 +75,26 @@ class Request:
     """The model's own cache, when it runs sequence by sequence."""
     on_output: Callable[[Request, bool], None] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    prompt_tokens: TokenArray | None = None
-    """The prompt's ids as an array; made when it is needed."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.prompt.token_ids
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        return len(self.prompt.token_ids)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return len(self.prompt.token_ids) + len(self.output_token_ids)
 
     def token_array(self, start: int, end: int) -> TokenArray:
         """Token ids of positions ``start..end`` as int64."""
         n = self.num_prompt_tokens
-        if self.prompt_tokens is None:
-            self.prompt_tokens = np.asarray(self.prompt_token_ids, dtype=np.int64)
         if end <= n:
-            return self.prompt_tokens[start:end]
+            return self.prompt.array[start:end]
         outputs = np.asarray(self.output_token_ids[max(0, start - n) : end - n], dtype=np.int64)
-        return outputs if start >= n else np.concatenate([self.prompt_tokens[start:], outputs])
+        return outputs if start >= n else np.concatenate([self.prompt.array[start:], outputs])
 
     def hashes(self, block_size: int) -> list[bytes]:
         """Chained hashes of the full blocks of all tokens so far; extended as tokens are appended."""

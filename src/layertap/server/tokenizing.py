@@ -62,10 +62,8 @@ class Tokenizing:
     def _text(self, text: str, field: str, add_special_tokens: bool) -> TokenizedPrompt:
         if add_special_tokens:
             return self._prompts(text, field)
-        ids = self._need(field)(check_text(text, field), add_special_tokens=False)["input_ids"]
-        if not ids:
-            raise InvalidInputError(field, text, "a text of at least one token")
-        return TokenizedPrompt.of(text, ids)
+        self._need(field)
+        return self._prompts.text(text, field, add_special_tokens=False)
 
     async def text(self, text: str, field: str, add_special_tokens: bool) -> TokenizedPrompt:
         """Tokenize one text.
