@@ -34,6 +34,7 @@ def make_request(name: str, length: int, max_tokens: int, rng: random.Random) ->
     whole=st.booleans(),
     caching=st.booleans(),
     avoid_splitting=st.booleans(),
+    last_in_two=st.booleans(),
 )
 def test_every_request_is_computed_whole_and_every_block_returns(
     seed: int,
@@ -43,10 +44,11 @@ def test_every_request_is_computed_whole_and_every_block_returns(
     whole: bool,
     caching: bool,
     avoid_splitting: bool,
+    last_in_two: bool,
 ) -> None:
     rng = random.Random(seed)
     pool = BlockPool(num_blocks, caching and not whole)
-    scheduler = Scheduler(pool, BLOCK, budget, max_num_seqs, whole, avoid_splitting)
+    scheduler = Scheduler(pool, BLOCK, budget, max_num_seqs, whole, avoid_splitting, last_in_two)
     longest = num_blocks * BLOCK
     todo = []
     for i in range(12):
@@ -153,3 +155,26 @@ def test_a_step_is_full_by_tokens_or_by_sequences() -> None:
     assert not scheduler.has_full_step, "one token of b is left"
     scheduler.add(make_request("c", 2, 1, rng))
     assert scheduler.has_full_step, "three sequences are as many as may run"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        ([4, 4, 4, 4], [[4, 4], [4, 4]]),
+        ([4, 4, 4, 4, 4, 4, 4], [[4, 4, 4, 4], [4, 4], [4]]),  # a full step, then what is left
+        ([3, 10, 3], [[3, 10], [3]]),  # no prompt is cut for it
+        ([16], [[16]]),
+        ([20, 4, 4], [[16], [4, 4], [4]]),
+        ([3, 4], [[3, 4]]),  # not worth a step more
+    ],
+)
+def test_what_is_left_is_computed_in_two_steps(lengths: list[int], steps: list[list[int]]) -> None:
+    rng = random.Random(0)
+    scheduler = Scheduler(BlockPool(100, False), BLOCK, 16, 8, last_in_two=True)
+    for i, length in enumerate(lengths):
+        scheduler.add(make_request(str(i), length, 0, rng))
+    seen = []
+    while scheduler.has_requests:
+        seen.append([s.num_tokens for s in scheduler.schedule().scheduled])
+        scheduler.running = [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens]
+    assert seen == steps

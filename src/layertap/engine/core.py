@@ -115,6 +115,7 @@ class EngineCore:
             config.max_num_seqs,
             whole_sequences=not packed,
             avoid_splitting=self.device.type == "cpu",
+            last_in_two=self.device.type == "cuda" and self.served is not None,
         )
         self.runner = ModelRunner(
             self.verifier, self.served, num_blocks, config.block_size, self.pool.enable_prefix_caching

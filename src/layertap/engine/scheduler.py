@@ -47,6 +47,7 @@ class Scheduler:
         max_num_seqs: int,
         whole_sequences: bool = False,
         avoid_splitting: bool = False,
+        last_in_two: bool = False,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
@@ -57,6 +58,9 @@ class Scheduler:
         self.avoid_splitting = avoid_splitting
         """Leave the rest of a step empty rather than cut a prompt that fits into a step of its own: where a
         step need not be full to be efficient (a CPU), a cut costs more than it saves."""
+        self.last_in_two = last_in_two
+        """Compute what is left in two steps where one would take it all: the first one's records are stored
+        while the GPU computes the second, and fewer are left to store when it is done."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -71,13 +75,18 @@ class Scheduler:
     def has_full_step(self) -> bool:
         """Whether the next step, without what may still arrive, has as many tokens or sequences as a step can
         have. Tokens that a prefix cache may hold count."""
-        tokens = sum(r.num_tokens - r.num_computed_tokens for r in self.running)
         room = self.max_num_seqs - len(self.running)
-        for request in itertools.islice(self.waiting, room):
-            if tokens >= self.max_num_batched_tokens:
+        return self._tokens_left(room) >= self.max_num_batched_tokens or len(self.waiting) >= room
+
+    def _tokens_left(self, most_waiting: int | None = None) -> int:
+        """Tokens that are still to be computed, those that a prefix cache may hold among them. Beyond what a
+        step can have they are not counted."""
+        tokens = sum(r.num_tokens - r.num_computed_tokens for r in self.running)
+        for request in itertools.islice(self.waiting, most_waiting):
+            if tokens > self.max_num_batched_tokens:
                 break
             tokens += request.num_tokens
-        return tokens >= self.max_num_batched_tokens or len(self.waiting) >= room
+        return tokens
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -87,8 +96,9 @@ class Scheduler:
         now."""
         out = SchedulerOutput()
         budget = self.max_num_batched_tokens
+        spare = budget - self._enough()
         index = 0
-        while index < len(self.running) and budget > 0:
+        while index < len(self.running) and budget > spare:
             request = self.running[index]
             rest = request.num_tokens - request.num_computed_tokens
             if rest <= 0:
@@ -102,8 +112,16 @@ class Scheduler:
             budget -= self._schedule(request, count, out)
             index += 1
         if not out.preempted:
-            self._admit(budget, out)
+            self._admit(budget, spare, out)
         return out
+
+    def _enough(self) -> int:
+        """From so many tokens on, no other request joins the next step."""
+        most = self.max_num_batched_tokens
+        if not self.last_in_two:
+            return most
+        left = self._tokens_left()
+        return -(-left // 2) if most // 2 < left <= most else most
 
     def _count(self, rest: int, budget: int, out: SchedulerOutput) -> int:
         if not self.whole_sequences:
@@ -151,8 +169,8 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
-    def _admit(self, budget: int, out: SchedulerOutput) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+    def _admit(self, budget: int, spare: int, out: SchedulerOutput) -> None:
+        while self.waiting and budget > spare and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             num_tokens = request.num_tokens
             reuse: list[int] = []

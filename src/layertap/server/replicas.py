@@ -162,12 +162,10 @@ class ReplicaEngine(AsyncEngine):
 
     async def _keep(self, index: int) -> None:
         """Read from a replica as long as it lives; then start the next one."""
-        pause = _FIRST_PAUSE
         while True:
             process = self._processes[index]
             if process is None:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                await asyncio.sleep(min(_FIRST_PAUSE * 2 ** self._failures[index], _LONGEST_PAUSE))
                 process = await self._restart(index)
                 if process is None:
                     self._failures[index] += 1
@@ -177,7 +175,6 @@ class ReplicaEngine(AsyncEngine):
             begun = time.monotonic()
             self._failures[index] += 1
             if await self._read(process) or time.monotonic() - begun >= _LONG_ENOUGH:
-                pause = _FIRST_PAUSE
                 self._failures[index] = 0
             self._processes[index] = None
             process.writer.close()
