@@ -69,3 +69,20 @@ def test_rows_that_are_given_away_are_kept_without_a_copy():
     writer = sink.open(RecordSpec("r", torch.arange(2), (2, 1, 8), torch.float32))
     writer.keep(rows)
     assert sink.take(writer.commit()).hidden_states.data_ptr() == rows.data_ptr()
+
+
+def test_helpers_copy_parts_of_large_records():
+    sink = MemorySink(helpers=3)
+    rows = torch.randn(700, 10, 1024)  # 28 MB
+    writer = sink.open(RecordSpec("r", torch.arange(1000), (1000, 10, 1024), torch.float32))
+    buffer = rows.clone()
+    writer.write(buffer)
+    buffer.zero_()
+    writer.write(rows[:300])
+    states = sink.take(writer.commit()).hidden_states
+    assert torch.equal(states[:700], rows)
+    assert torch.equal(states[700:], rows[:300])
+    sink.close()
+    late = sink.open(RecordSpec("late", torch.arange(700), (700, 10, 1024), torch.float32))
+    with pytest.raises(RuntimeError):
+        late.write(rows)

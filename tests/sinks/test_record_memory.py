@@ -137,3 +137,18 @@ def test_large_records_are_asked_to_lie_in_large_pages() -> None:
     assert "hg" in flags
     tensor.fill_(7)
     assert int(tensor[-1]) == 7
+
+
+def test_records_that_take_turns_use_the_same_blocks_whatever_may_lie_unused() -> None:
+    memory = RecordMemory(20 * MB)
+    record, others = make(memory, 10), [make(memory, 10) for _ in range(5)]
+    where = {other.data_ptr() for other in others}
+    del others
+    assert memory.kept_bytes == 50 * MB, "with the one in use as much as was in use at once"
+    again = [make(memory, 10) for _ in range(5)]
+    assert {other.data_ptr() for other in again} == where
+    del again
+    seventh = [make(memory, 30), record]
+    assert memory.kept_bytes == 20 * MB, "of another size: no more in all than before"
+    del record, seventh
+    assert memory.kept_bytes <= 20 * MB, "nobody has any"

@@ -18,7 +18,9 @@ class MemoryConnector(ProducingConnector):
     sink: MemorySink
 
     def make_sink(self, options: Mapping[str, Any]) -> MemorySink:
-        return MemorySink()
+        # A GPU makes more than its writer threads copy by themselves.
+        on_gpu = self.engine_info.device.type == "cuda"
+        return MemorySink(helpers=options["num_writer_threads"] if on_gpu else 0)
 
     def stats(self) -> dict[str, float]:
         return {**super().stats(), "memory_bytes": self.sink.bytes}

@@ -32,9 +32,12 @@ class RecordMemory:
     What other processes are given of a tensor (``share_memory_``) is a copy: arrays that were made of the
     tensor before lose their memory then, here as elsewhere, and may show another record's.
 
+    While some are in use, as much may lie here beside them as makes up what was in use at once before: the
+    records that take turns with them.
+
     Args:
-        most_kept: bytes that may lie here unused; None takes 4 GiB, and a sixteenth of a smaller machine's
-            memory.
+        most_kept: bytes that may lie here unused when no record is in use; None takes 4 GiB, and a sixteenth
+            of a smaller machine's memory.
     """
 
     def __init__(self, most_kept: int | None = None) -> None:
@@ -44,14 +47,20 @@ class RecordMemory:
         """The one that came back first is the first; changed under the lock."""
         # A record may go while this thread holds the lock: what comes back is left here, without one.
         self._returned: deque[mmap.mmap] = deque()
+        self._used = 0
+        """Bytes in use."""
+        self._most_used = 0
+        """At once, since none was."""
         self._closed = False
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that lie here unused."""
         with self._lock:
-            self._settle()
-            return sum(map(len, self._free))
+            unneeded = self._settle()
+            kept = sum(map(len, self._free))
+        unneeded.clear()
+        return kept
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor with anything in it. Its memory comes back here when its last view is gone.
@@ -69,6 +78,7 @@ class RecordMemory:
             except OSError:  # what lies here unused may be what is missing
                 self.clear()
                 return torch.empty(shape, dtype=dtype)
+            self._note_use(block)
         array = np.frombuffer(block, dtype=np.uint8, count=size)
         weakref.finalize(array, self._give_back, block).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
@@ -76,8 +86,9 @@ class RecordMemory:
     def clear(self) -> None:
         """Give back to the system what lies here unused."""
         with self._lock:
+            unneeded = [*self._settle(), *self._free]
             self._free.clear()
-            self._returned.clear()
+        unneeded.clear()
 
     def close(self) -> None:
         """Keep nothing, now and later. Tensors that are out stay as they are."""
@@ -86,31 +97,52 @@ class RecordMemory:
 
     def _take(self, size: int) -> mmap.mmap | None:
         with self._lock:
-            self._settle()
+            unneeded = self._settle()
             most = size + size // _WASTE + _LARGE_PAGE
             fitting = [block for block in self._free if size <= len(block) <= most]
             best = min(fitting, key=len, default=None)
             if best is not None:
                 self._free.remove(best)
+                self._used += len(best)
+        unneeded.clear()
         return best
+
+    def _note_use(self, block: mmap.mmap) -> None:
+        """Of one that did not lie here."""
+        with self._lock:
+            self._used += len(block)
+            self._most_used = max(self._most_used, self._used)
+            unneeded = self._settle()
+        unneeded.clear()
 
     def _give_back(self, block: mmap.mmap) -> None:
         self._returned.append(block)
-        if self._closed:
-            self._returned.clear()
-        elif self._lock.acquire(blocking=False):  # whoever has it sees to it
+        if self._lock.acquire(blocking=False):  # whoever has it sees to it
             try:
-                self._settle()
+                unneeded = self._settle()
             finally:
                 self._lock.release()
+            unneeded.clear()
 
-    def _settle(self) -> None:
-        """Take in what has come back, and let go of the oldest where it is too much. Under the lock."""
+    def _settle(self) -> list[mmap.mmap]:
+        """Take in what has come back. Under the lock.
+
+        Returns:
+            What is too much, the oldest: to be let go of without the lock, as that takes a while.
+        """
         while self._returned:
-            self._free.append(self._returned.popleft())
+            block = self._returned.popleft()
+            self._used -= len(block)
+            self._free.append(block)
+        if self._used == 0:
+            self._most_used = 0
+        most = 0 if self._closed else max(self._most_kept, self._most_used - self._used)
+        unneeded = []
         kept = sum(map(len, self._free))
-        while kept > self._most_kept:
-            kept -= len(self._free.popleft())
+        while kept > most:
+            kept -= len(self._free[0])
+            unneeded.append(self._free.popleft())
+        return unneeded
 
 
 def _new(size: int) -> mmap.mmap:
