@@ -17,6 +17,7 @@ def compiled_gives_the_same(make_llm: Callable[..., LLM], tiny: Callable[..., st
     """Compares a tiny model's states at every boundary, with its layers compiled and without."""
 
     def compare(name: str) -> None:
+        torch._dynamo.reset()  # what another test has compiled would not be compiled again
         plain = {
             len(record.token_ids): record.hidden_states
             for record in make_llm(tiny(name), layers=[0, 1, 2]).extract(PROMPTS)

@@ -42,15 +42,32 @@ def test_gated_product(dtype: torch.dtype, rows: int, depth: int, columns: int) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "depth", "columns"), SIZES)
 def test_product_plus(dtype: torch.dtype, rows: int, depth: int, columns: int) -> None:
-    from layertap.kernels.fused_product import product_plus
+    from layertap.kernels.fused_product import num_squares, product_plus
 
     x = torch.randn(rows, depth, device=DEVICE).to(dtype)
     weight = (torch.randn(columns, depth, device=DEVICE) * 0.1).to(dtype)
     residual = torch.randn(rows, columns, device=DEVICE).to(dtype)
     before = residual.clone()
-    got = product_plus(x, weight, residual)
+    got, squares = product_plus(x, weight, residual)
     assert off_by(got, residual.float() + F.linear(x.float(), weight.float())) < torch.finfo(dtype).eps
     assert torch.equal(residual, before)
+    assert squares.shape == (rows, num_squares(columns))
+    torch.testing.assert_close(squares.sum(1), got.float().pow(2).sum(1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "depth", "columns"), SIZES)
+def test_scaled_products(dtype: torch.dtype, rows: int, depth: int, columns: int) -> None:
+    from layertap.kernels.fused_product import gated_product, scaled_product
+
+    x = torch.randn(rows, depth, device=DEVICE).to(dtype)
+    scale = torch.rand(rows, device=DEVICE) + 0.1
+    weight = (torch.randn(2 * columns, depth, device=DEVICE) * 0.1).to(dtype)
+    expected = F.linear(x.float(), weight.float()) * scale[:, None]
+    got = scaled_product(x, weight[:columns], scale)
+    assert off_by(got, expected[:, :columns]) < torch.finfo(dtype).eps
+    gate, up = expected.view(rows, -1, 2).unbind(-1)
+    assert off_by(gated_product(x, weight, scale), F.silu(gate) * up) < torch.finfo(dtype).eps
 
 
 def test_large_gates_stay_finite() -> None:

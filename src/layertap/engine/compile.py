@@ -21,6 +21,7 @@ from layertap.engine.attention import AttentionLayer
 from layertap.engine.fused_products import fuse_residuals, takes
 from layertap.engine.fused_rope import fuse_rope, rope_works
 from layertap.engine.loader import first_line
+from layertap.engine.row_scale import share_row_scales
 from layertap.engine.start_phases import StartPhases
 from layertap.engine.step_graph import recording
 
@@ -129,7 +130,7 @@ def compile_layers(layers: nn.ModuleList) -> bool:
             kinds[kind] = torch.compile(_plain(kind.forward), dynamic=True, backend=backend)
         for part in layer.modules():
             plain = _plain(type(part).forward)
-            if plain is not type(part).forward:
+            if plain is not type(part).forward and "forward" not in vars(part):
                 part.forward = types.MethodType(plain, part)
         layer.forward = _bound(kinds[kind], layer)
     return True
@@ -142,7 +143,7 @@ def _fuses(layers: nn.ModuleList) -> bool:
 def _compile_fused(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
-    if fuse_residuals(graph.graph) + fuse_rope(graph.graph):
+    if fuse_residuals(graph.graph) + share_row_scales(graph.graph) + fuse_rope(graph.graph):
         graph.recompile()
     return compile_fx(graph, inputs)
 
@@ -158,10 +159,9 @@ def _bound(compiled: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]
 
 
 def uncompile_layers(layers: nn.ModuleList) -> None:
-    """Back to the layers' own forward."""
+    """Back to the layers' own forward. Their parts run as before without what compiling took away."""
     for layer in layers:
-        for part in layer.modules():
-            part.__dict__.pop("forward", None)
+        layer.__dict__.pop("forward", None)
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:

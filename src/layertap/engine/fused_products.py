@@ -1,6 +1,6 @@
 """Products that do what follows them in the same kernel: as operators, and where they are put.
 
-Shapes: T tokens, H hidden size, I intermediate size, N columns of a result.
+Shapes: T tokens, H hidden size, I intermediate size, N columns of a result, P parts of them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from layertap.engine.graph_nodes import example
 from layertap.kernels.trial import agree
 from layertap.kernels.triton_support import has_triton
 
 LEAST_ROWS = 128
 """A tile of the kernels. For fewer tokens PyTorch's products do the work."""
 _HOPPER = (9, 0)
+_PART = 256
+"""Columns of a result whose squares are summed up together."""
 _ADDITIONS: tuple[Callable[..., Any], ...] = (operator.add, torch.add)
 
 _library: Any = torch.library.Library("layertap", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("gated_product(Tensor x, Tensor weight) -> Tensor")
+_library.define("gated_product(Tensor x, Tensor weight, Tensor? scale=None) -> Tensor")
+_library.define("scaled_product(Tensor x, Tensor weight, Tensor scale) -> Tensor")
 _library.define("product_plus(Tensor x, Tensor weight, Tensor residual) -> Tensor")
+_library.define("product_plus_squares(Tensor x, Tensor weight, Tensor residual) -> (Tensor, Tensor)")
 
 
 def takes(weight: torch.Tensor) -> bool:
@@ -50,25 +55,32 @@ def _kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
         torch.randn(*shape, device=device, generator=generator).to(dtype)
         for shape in ((LEAST_ROWS + 8, 64), (272, 64), (LEAST_ROWS + 8, 272))
     )
+    scale = torch.rand(len(x), device=device, generator=generator) + 0.5
 
     def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
         from layertap.kernels import fused_product
 
-        gate, up = F.linear(x, weight).float().view(len(x), -1, 2).unbind(-1)
+        product = F.linear(x, weight).float()
+        scaled = product * scale[:, None]
+        gate, up = scaled.view(len(x), -1, 2).unbind(-1)
+        total, squares = fused_product.product_plus(x, weight, residual)
         return [
-            (fused_product.gated_product(x, weight), F.silu(gate) * up),
-            (fused_product.product_plus(x, weight, residual), F.linear(x, weight).float() + residual),
+            (fused_product.gated_product(x, weight, scale), F.silu(gate) * up),
+            (fused_product.scaled_product(x, weight, scale), scaled),
+            (total, product + residual),
+            (squares, torch.stack([part.pow(2).sum(1) for part in torch.split(total.float(), _PART, 1)], 1)),
         ]
 
     return agree("fused products", pairs)
 
 
-def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``silu(x @ gate.T) * (x @ up.T)``
+def gated_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """``silu(s * (x @ gate.T)) * (s * (x @ up.T))``
 
     Args:
         x: [..., H]
         weight: [2 I, H]; even rows are the gate's, odd ones the up projection's.
+        scale: [...] float32; None: ones.
 
     Returns:
         [..., I]
@@ -77,10 +89,35 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if rows.shape[0] >= LEAST_ROWS and takes(weight):
         from layertap.kernels import fused_product
 
-        out = fused_product.gated_product(rows.contiguous(), weight)
+        flat = None if scale is None else scale.reshape(-1).contiguous()
+        out = fused_product.gated_product(rows.contiguous(), weight, flat)
     else:
-        gate, up = F.linear(rows, weight).view(rows.shape[0], -1, 2).unbind(-1)
-        out = F.silu(gate) * up
+        product = F.linear(rows, weight)
+        if scale is not None:
+            product = product * scale.reshape(-1, 1)
+        gate, up = product.view(rows.shape[0], -1, 2).unbind(-1)
+        out = (F.silu(gate) * up).to(x.dtype)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def scaled_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``s * (x @ weight.T)``
+
+    Args:
+        x: [..., H]
+        weight: [N, H]
+        scale: [...] float32
+
+    Returns:
+        [..., N]
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.shape[0] >= LEAST_ROWS and takes(weight):
+        from layertap.kernels import fused_product
+
+        out = fused_product.scaled_product(rows.contiguous(), weight, scale.reshape(-1).contiguous())
+    else:
+        out = (F.linear(rows, weight) * scale.reshape(-1, 1)).to(x.dtype)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -95,28 +132,62 @@ def product_plus(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) 
     Returns:
         [..., N]
     """
+    return _plus(x, weight, residual)[0]
+
+
+def product_plus_squares(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and [..., P] float32: the sums of the squares of the result's rows, in parts."""
+    out, squares = _plus(x, weight, residual)
+    if squares is None:
+        parts = torch.split(out.float().pow(2), _PART, dim=-1)
+        squares = torch.stack([part.sum(-1) for part in parts], dim=-1)
+    return out, squares.view(*out.shape[:-1], -1)
+
+
+def _plus(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0] >= LEAST_ROWS and takes(weight):
         from layertap.kernels import fused_product
 
         residual_TN = residual.reshape(rows.shape[0], -1).contiguous()
-        return fused_product.product_plus(rows.contiguous(), weight, residual_TN).view(residual.shape)
-    return (residual + F.linear(x, weight)).contiguous()
+        out, squares = fused_product.product_plus(rows.contiguous(), weight, residual_TN)
+        return out.view(residual.shape), squares
+    return (residual + F.linear(x, weight)).contiguous(), None
 
 
-def _gated_shape(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _gated_shape(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
+
+
+def _scaled_shape(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _plus_shape(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     return residual.new_empty(residual.shape)
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("gated_product", gated_product, _key)
-    _library.impl("product_plus", product_plus, _key)
-torch.library.register_fake("layertap::gated_product", _gated_shape, lib=_library)
-torch.library.register_fake("layertap::product_plus", _plus_shape, lib=_library)
+def _plus_squares_shape(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = -(-weight.shape[0] // _PART)
+    squares = residual.new_empty(*residual.shape[:-1], parts, dtype=torch.float32)
+    return residual.new_empty(residual.shape), squares
+
+
+for _name, _function, _fake in (
+    ("gated_product", gated_product, _gated_shape),
+    ("scaled_product", scaled_product, _scaled_shape),
+    ("product_plus", product_plus, _plus_shape),
+    ("product_plus_squares", product_plus_squares, _plus_squares_shape),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _key)
+    torch.library.register_fake(f"layertap::{_name}", _fake, lib=_library)
 
 
 def fuse_residuals(graph: fx.Graph) -> int:
@@ -145,7 +216,7 @@ def _fuse_residual(graph: fx.Graph, product: fx.Node) -> bool:
     residual = second if first is product else first
     if not isinstance(residual, fx.Node) or residual is product:
         return False
-    result, added, weights = (_example(node) for node in (product, residual, weight))
+    result, added, weights = (example(node) for node in (product, residual, weight))
     if result is None or added is None or weights is None:
         return False
     if added.shape != result.shape or added.dtype != result.dtype or not takes(weights):
@@ -158,7 +229,3 @@ def _fuse_residual(graph: fx.Graph, product: fx.Node) -> bool:
     graph.erase_node(product)
     return True
 
-
-def _example(node: Any) -> torch.Tensor | None:
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None

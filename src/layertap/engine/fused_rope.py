@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from layertap.engine.graph_nodes import example, may_write
 from layertap.kernels.trial import agree
 from layertap.kernels.triton_support import use_triton
 
@@ -113,11 +114,11 @@ def fuse_rope(graph: fx.Graph) -> int:
         inner = _between(node, found)
         nodes = list(graph.nodes)
         first = min(nodes.index(n) for n in inner)
-        if any(_may_write(n) for n in nodes[first : nodes.index(node)]):
+        if any(may_write(n) for n in nodes[first : nodes.index(node)]):
             continue  # what was read early would be read late
-        example = _example(found.x)
-        assert example is not None
-        if not rope_works(example.device, example.dtype, int(example.shape[3])):
+        heads = example(found.x)
+        assert heads is not None
+        if not rope_works(heads.device, heads.dtype, int(heads.shape[3])):
             continue
         with graph.inserting_before(node):
             arguments = (found.x, found.weight, found.cos, found.sin, found.eps)
@@ -144,40 +145,6 @@ def _between(node: fx.Node, found: _Found) -> set[fx.Node]:
             inner.add(n)
             waiting.extend(n.all_input_nodes)
     return inner
-
-
-_IN_PLACE = {
-    getattr(operator, name)
-    for name in (
-        "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imod", "imul", "imatmul", "ior", "ipow",
-        "irshift", "isub", "itruediv", "ixor", "setitem", "delitem",
-    )
-}  # fmt: skip
-
-
-def _may_write(node: fx.Node) -> bool:
-    """Whether it may change a tensor in place. Of what is not known it may."""
-    if node.op == "call_method":
-        return str(node.target).endswith("_")
-    if node.op != "call_function":
-        return node.op == "call_module"
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return bool(target._schema.is_mutable)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(overload._schema.is_mutable for overload in _overloads(target))
-    if isinstance(target, torch._ops.HigherOrderOperator) or target in _IN_PLACE:
-        return True
-    name = getattr(target, "__name__", "_")
-    if name.endswith("_") or name in ("batch_norm", "instance_norm") or node.kwargs.get("out") is not None:
-        return True
-    # An argument "inplace" that is given, by name or by place.
-    functional = getattr(target, "__module__", "") == "torch.nn.functional"
-    return bool(node.kwargs.get("inplace")) or (functional and any(a is True for a in node.args))
-
-
-def _overloads(packet: Any) -> Iterator[Any]:
-    return (getattr(packet, name) for name in packet.overloads())
 
 
 def _find(node: fx.Node) -> _Found | None:
@@ -236,18 +203,18 @@ def _normed(node: fx.Node) -> tuple[fx.Node, fx.Node, Any] | None:
     x = _cast(wide)
     if wide is None or root is None or x is None or root.target is not torch.rsqrt:
         return None
-    example, scale, wide_example = _example(x), _example(weight), _example(wide)
-    if example is None or scale is None or wide_example is None:
+    heads, scale, in_float = example(x), example(weight), example(wide)
+    if heads is None or scale is None or in_float is None:
         return None
-    if wide_example.dtype != torch.float32 or _dtype(rounded) != example.dtype:
+    if in_float.dtype != torch.float32 or _dtype(rounded) != heads.dtype:
         return None
-    if scale.shape != example.shape[-1:] or _dtype(node) != example.dtype:
+    if scale.shape != heads.shape[-1:] or _dtype(node) != heads.dtype:
         return None
     added = root.args[0] if len(root.args) == 1 else None
     if not isinstance(added, fx.Node) or added.target not in _SUMS or len(added.args) != 2 or added.kwargs:
         return None
     mean, eps = added.args
-    if _example(eps) is not None or not isinstance(eps, float | fx.Node):
+    if example(eps) is not None or not isinstance(eps, float | fx.Node):
         return None  # a tensor: not one number
     square = _method(mean, "mean", -1, keepdim=True)
     if square is None or _method(square, "pow", 2) is not wide:
@@ -284,7 +251,7 @@ def _cast(node: Any) -> fx.Node | None:
 
 def _fits(angles: fx.Node, heads: fx.Node) -> bool:
     """Whether cosines (or sines) are those of these heads, [1, T, D] and [1, T, N, D], of one dtype."""
-    a, h = _example(angles), _example(heads)
+    a, h = example(angles), example(heads)
     if a is None or h is None or a.dim() != 3 or h.dim() != 4:
         return False
     return a.dtype == h.dtype and (*a.shape[:2], a.shape[2]) == (*h.shape[:2], h.shape[3])
@@ -292,7 +259,7 @@ def _fits(angles: fx.Node, heads: fx.Node) -> bool:
 
 def _size(node: fx.Node | None) -> int | None:
     """D of heads [1, N, T, D] that the kernel takes."""
-    value = _example(node)
+    value = example(node)
     if value is None or value.dim() != 4 or value.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
     if value.shape[0] != 1 or not isinstance(value.shape[3], int):
@@ -302,10 +269,6 @@ def _size(node: fx.Node | None) -> int | None:
 
 
 def _dtype(node: Any) -> torch.dtype | None:
-    value = _example(node)
+    value = example(node)
     return None if value is None else value.dtype
 
-
-def _example(node: Any) -> torch.Tensor | None:
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None

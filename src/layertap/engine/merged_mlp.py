@@ -60,7 +60,8 @@ def _in_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.stack([gate, up], dim=1).flatten(0, 1)
 
 
-def _fused_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+def fused_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Of an MLP whose activation the product does."""
     out: torch.Tensor = self.down_proj(torch.ops.layertap.gated_product(hidden_states, self.gate_up_weight))
     return out
 
@@ -74,7 +75,7 @@ class _Way:
 
 
 _PLAIN = _Way(_one_below_the_other, _forward, lambda merged: merged.chunk(2))
-_FUSED = _Way(_in_turns, _fused_forward, lambda merged: (merged[0::2], merged[1::2]))
+_FUSED = _Way(_in_turns, fused_forward, lambda merged: (merged[0::2], merged[1::2]))
 
 
 @torch.inference_mode()

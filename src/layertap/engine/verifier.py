@@ -13,7 +13,9 @@ from torch import nn
 from layertap.config import EngineConfig
 from layertap.engine import loader
 from layertap.engine.attention import IMPLEMENTATION, AttentionLayer, BatchLayout, StepState
+from layertap.engine.compile import wants_compiled
 from layertap.engine.cpu_linear import release_linear_layers, suit_linear_layers
+from layertap.engine.folded_norms import fold_norms
 from layertap.engine.merged_mlp import merge_gate_and_up
 from layertap.engine.plan import NotPacked, plan_attention, position_arguments, set_attention_implementation
 from layertap.engine.start_phases import StartPhases
@@ -224,9 +226,11 @@ def load_verifier(
     short = config.extract_only and keep_layers < total
     _, layers = loader.decoder_layers(decoder, keep_layers if short else total)
     phases.end("weights")
+    embeddings = model.get_input_embeddings()
     if device.type == "cuda":
         merge_gate_and_up(layers)
-    embeddings = model.get_input_embeddings()
+        if wants_compiled(config, device):  # kernel by kernel it would only cost
+            fold_norms(decoder, layers, int(embeddings.weight.shape[0]))
     verifier = Verifier(
         model=model,
         decoder=decoder,

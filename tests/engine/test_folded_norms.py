@@ -1,0 +1,277 @@
+"""Norms become part of the products behind them where that is the same, and only there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import tiny_models
+from layertap import LLM
+from layertap.engine import compile as compiling
+from layertap.engine import folded_norms, fused_products, merged_mlp, verifier
+from layertap.engine.compile import uncompile_layers
+from layertap.engine.folded_norms import fold_norms
+from layertap.engine.merged_mlp import merge_gate_and_up
+from layertap.engine.row_scale import row_scale, share_row_scales
+
+PROMPTS = [[3, 5, 7, 11, 2, 9], [8, 1, 4]]
+
+
+@pytest.fixture(autouse=True)
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were kernels for every product; PyTorch does the work."""
+
+    class Taken:
+        takes = staticmethod(lambda weight: True)
+
+    for module in (folded_norms, merged_mlp):
+        monkeypatch.setattr(module, "fused_products", Taken)
+    for module in (compiling, fused_products):
+        monkeypatch.setattr(module, "takes", Taken.takes)
+    monkeypatch.setattr(fused_products, "LEAST_ROWS", 10**9)
+
+
+def load(name: str, folder: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """A tiny model whose norms have weights, and a copy of it."""
+    path = str(tiny_models.build(name, folder, torch.float32))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if "norm" in type(module).__name__.lower():
+            module.weight.data += torch.rand(module.weight.shape, generator=generator) - 0.5
+    model = model.to(dtype)
+    return model, copy.deepcopy(model)
+
+
+def fold(model: Any) -> int:
+    decoder = model.get_decoder()
+    merge_gate_and_up(decoder.layers)
+    return fold_norms(decoder, decoder.layers, 100)
+
+
+def states(model: Any) -> torch.Tensor:
+    ids = torch.arange(3, 60)[None]
+    with torch.inference_mode():
+        return torch.stack(model.get_decoder()(ids, output_hidden_states=True, use_cache=False).hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("name", "a_layer"),
+    [
+        ("llama", 2),
+        ("qwen3", 2),
+        ("mistral", 2),
+        ("granite", 2),
+        ("qwen2", 1),  # its attention has biases
+        ("qwen3_moe", 1),  # its other norm goes to a router and to experts
+        ("gemma3", 0),  # weights are added to one
+        ("olmo2", 0),  # norms come behind
+        ("cohere2", 0),  # layer norms, with means
+    ],
+)
+def test_models_give_the_same(name: str, a_layer: int, tmp_path: Any) -> None:
+    model, plain = load(name, tmp_path)
+    assert fold(model) == a_layer * len(plain.get_decoder().layers if a_layer else [])
+    torch.testing.assert_close(states(model), states(plain), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_those_of_both(tmp_path: Any) -> None:
+    model, plain = load("llama", tmp_path)
+    fold(model)
+    mine, theirs = (m.get_decoder().layers[1] for m in (model, plain))
+    expected = theirs.self_attn.k_proj.weight * theirs.input_layernorm.weight
+    assert torch.equal(mine.self_attn.k_proj.weight, expected)
+    expected = theirs.mlp.up_proj.weight * theirs.post_attention_layernorm.weight
+    assert torch.equal(mine.mlp.gate_up_weight[1::2], expected)
+    assert torch.equal(mine.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
+
+
+def test_rounding_is_as_good_as_before(tmp_path: Any) -> None:
+    """In bfloat16, against the same weights in float32."""
+    model, plain = load("qwen3", tmp_path, torch.bfloat16)
+    exact = states(copy.deepcopy(plain).float())[-2]
+
+    def off_by(got: torch.Tensor) -> float:
+        return float((got[-2].float() - exact).norm() / exact.norm())
+
+    before = off_by(states(plain))
+    assert fold(model) > 0
+    assert off_by(states(model)) < 1.3 * before
+
+
+def test_float16_is_left_alone(tmp_path: Any) -> None:
+    model, _ = load("llama", tmp_path, torch.float16)
+    assert fold(model) == 0
+
+
+def test_a_layer_that_gives_something_else_stays_as_it_was(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = load("llama", tmp_path)
+    merge_gate_and_up(plain.get_decoder().layers)
+    monkeypatch.setattr(folded_norms, "difference", lambda a, b: float("nan"))
+    assert fold(model) == 0
+    assert torch.equal(states(model), states(plain))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert not any("norm_eps" in vars(module) for module in model.modules())
+
+
+def test_weights_that_others_use_too_are_left_alone(tmp_path: Any) -> None:
+    model, plain = load("llama", tmp_path)
+    for m in (model, plain):
+        layers = m.get_decoder().layers
+        layers[2].self_attn.v_proj.weight = layers[1].self_attn.v_proj.weight
+    assert fold(model) == 2 * len(layers) - 2
+    torch.testing.assert_close(states(model), states(plain), rtol=1e-4, atol=1e-4)
+
+
+class Layer(nn.Module):
+    def __init__(self, use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.RMSNorm(16, 1e-6), *(nn.Linear(16, 16, bias=False) for _ in range(2))
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.use(self, self.norm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(50, 16), nn.ModuleList([Layer(use)])
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool, position_ids: Any) -> torch.Tensor:
+        out: torch.Tensor = self.layers[0](self.embed(input_ids))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (lambda layer, n: layer.a(n) + layer.b(n), 1),
+        (lambda layer, n: layer.a(n).view(n.shape) * torch.sigmoid(layer.b(n)), 1),
+        (lambda layer, n: layer.a(n) + n, 0),
+        (lambda layer, n: layer.a(n.view(-1, 16)).view(n.shape), 0),
+        (lambda layer, n: layer.a(n) * n.mean(), 0),
+        (lambda layer, n: layer.a(torch.cat([n, n]))[:1], 0),
+        (lambda layer, n: F.linear(n, layer.a.weight.T), 0),
+        (lambda layer, n: F.linear(n, layer.a.weight, layer.a.weight[0]), 0),
+        (lambda layer, n: layer.a(n) + layer.a(n), 0),
+        (lambda layer, n: layer.a(n.mul_(2)), 0),
+        (lambda layer, n: n, 0),
+    ],
+)
+def test_only_what_becomes_products_and_nothing_else_is_folded(
+    use: Callable[[Any, torch.Tensor], torch.Tensor], expected: int
+) -> None:
+    decoder = Decoder(use).requires_grad_(False)
+    decoder.layers[0].norm.weight.data.uniform_(0.5, 1.5)
+    ids = torch.arange(20)[None]
+    before = decoder(ids, False, None)
+    assert fold_norms(decoder, decoder.layers, 50) == expected
+    torch.testing.assert_close(decoder(ids, False, None), before)
+
+
+@pytest.mark.parametrize(("name", "scales", "roots"), [("llama", 2, 2), ("qwen3", 2, 4), ("qwen2", 1, 2)])
+def test_compiled_layers_find_each_scale_once(
+    name: str,
+    scales: int,
+    roots: int,
+    make_llm: Callable[..., LLM],
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, model = load(name, tmp_path)
+    model.save_pretrained(tmp_path)
+    options = {"layers": [0, 1, 2], "skip_tokenizer_init": True}
+    plain = list(make_llm(str(tmp_path), **options).extract(PROMPTS))
+    plan_attention = verifier.plan_attention
+
+    def fold_and_plan(decoder: Any, *rest: Any) -> Any:  # elsewhere done on a GPU only
+        merge_gate_and_up(decoder.layers)
+        assert fold_norms(decoder, decoder.layers, 100) == scales * len(decoder.layers)
+        return plan_attention(decoder, *rest)
+
+    monkeypatch.setattr(verifier, "plan_attention", fold_and_plan)
+    seen: list[list[str]] = []
+
+    def kept(graph: Any) -> int:
+        count = share_row_scales(graph)
+        graph.lint()
+        assert count == scales
+        seen.append([str(node.target) for node in graph.nodes])
+        return count
+
+    monkeypatch.setattr(compiling, "share_row_scales", kept)
+    torch._dynamo.reset()
+    for got, expected in zip(
+        make_llm(str(tmp_path), enforce_eager=False, **options).extract(PROMPTS), plain, strict=True
+    ):
+        torch.testing.assert_close(got.hidden_states, expected.hidden_states, rtol=1e-4, atol=1e-4)
+    assert seen
+    for targets in seen:
+        assert not any("row_scale" in target for target in targets)
+        assert sum("rsqrt" in target for target in targets) == roots
+        # The rows of the MLP come from the attention's product.
+        assert sum("product_plus_squares" in target for target in targets) == 1
+
+
+def test_layers_that_are_not_compiled_after_all_stay_folded(tmp_path: Any) -> None:
+    model, plain = load("llama", tmp_path)
+    assert fold(model) > 0
+    layers = model.get_decoder().layers
+    for layer in layers:
+        layer.forward = None  # as compiled
+    uncompile_layers(layers)
+    torch.testing.assert_close(states(model), states(plain), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_change_in_between_have_another_scale() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        first = torch.ops.layertap.row_scale(y, 1e-6)
+        y.mul_(3).add_(1)
+        return first + torch.ops.layertap.row_scale(y, 1e-6) + torch.ops.layertap.row_scale(y, 1e-2)
+
+    counts = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        counts.append(share_row_scales(graph.graph))
+        graph.recompile()
+        return graph.forward
+
+    torch._dynamo.reset()
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
+    assert counts == [3]
+    torch._dynamo.reset()
+
+
+def test_operators_give_what_the_formulas_give() -> None:
+    x, gate, up = torch.randn(2, 7, 24), torch.randn(16, 24), torch.randn(16, 24)
+    scale = row_scale(x, 1e-6)
+    torch.testing.assert_close(scale[..., None] * x, F.rms_norm(x, (24,), eps=1e-6))
+    normed = F.rms_norm(x, (24,), eps=1e-6)
+    torch.testing.assert_close(
+        torch.ops.layertap.scaled_product(x, gate, scale), F.linear(normed, gate), rtol=1e-4, atol=1e-5
+    )
+    weight = torch.stack([gate, up], dim=1).flatten(0, 1)
+    torch.testing.assert_close(
+        torch.ops.layertap.gated_product(x, weight, scale),
+        F.silu(F.linear(normed, gate)) * F.linear(normed, up),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    residual, wide = torch.randn(2, 7, 600), torch.randn(600, 24)
+    out, squares = torch.ops.layertap.product_plus_squares(x, wide, residual)
+    torch.testing.assert_close(out, residual + F.linear(x, wide))
+    assert squares.shape == (2, 7, 3)
+    torch.testing.assert_close(squares.sum(-1), out.pow(2).sum(-1))
