@@ -1,4 +1,4 @@
-"""On a Hopper GPU, layers whose norms are folded give transformers' states, and steps do without the norms."""
+"""On a Hopper GPU, layers whose norms are folded give the states that transformers gives."""
 
 from __future__ import annotations
 
