@@ -71,18 +71,15 @@ def test_rows_that_are_given_away_are_kept_without_a_copy():
     assert sink.take(writer.commit()).hidden_states.data_ptr() == rows.data_ptr()
 
 
-def test_helpers_copy_parts_of_large_records():
-    sink = MemorySink(helpers=3)
-    rows = torch.randn(700, 10, 1024)  # 28 MB
-    writer = sink.open(RecordSpec("r", torch.arange(1000), (1000, 10, 1024), torch.float32))
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_records_are_copied_whole(threads):
+    sink = MemorySink(threads)
+    rows = torch.randn(701, 10, 1000)  # 28 MB, and no whole number of large pages
+    writer = sink.open(RecordSpec("r", torch.arange(1002), (1002, 10, 1000), torch.float32))
     buffer = rows.clone()
     writer.write(buffer)
     buffer.zero_()
-    writer.write(rows[:300])
+    writer.write(rows[:301])
     states = sink.take(writer.commit()).hidden_states
-    assert torch.equal(states[:700], rows)
-    assert torch.equal(states[700:], rows[:300])
-    sink.close()
-    late = sink.open(RecordSpec("late", torch.arange(700), (700, 10, 1024), torch.float32))
-    with pytest.raises(RuntimeError):
-        late.write(rows)
+    assert torch.equal(states[:701], rows)
+    assert torch.equal(states[701:], rows[:301])

@@ -8,6 +8,8 @@ from typing import Any
 from layertap.connectors.producing import ProducingConnector
 from layertap.sinks.memory import MemorySink
 
+_THREADS = 4  # for a record of a GPU's
+
 
 class MemoryConnector(ProducingConnector):
     """Answers ``{"hidden_states_handle": "memory://<request_id>"}``, to be read with
@@ -18,9 +20,8 @@ class MemoryConnector(ProducingConnector):
     sink: MemorySink
 
     def make_sink(self, options: Mapping[str, Any]) -> MemorySink:
-        # A GPU makes more than its writer threads copy by themselves.
-        on_gpu = self.engine_info.device.type == "cuda"
-        return MemorySink(helpers=options["num_writer_threads"] if on_gpu else 0)
+        # A GPU makes more than a few writer threads copy by themselves.
+        return MemorySink(threads=_THREADS if self.engine_info.device.type == "cuda" else 1)
 
     def stats(self) -> dict[str, float]:
         return {**super().stats(), "memory_bytes": self.sink.bytes}

@@ -1,4 +1,5 @@
-"""``record_files.cpp`` from Python: records that are whole in memory become files in one call."""
+"""``record_files.cpp`` from Python: records that are whole in memory become files in one call, and large ones
+are copied by several threads."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def library() -> ctypes.CDLL | None:
     """The compiled functions; None where they cannot be had. The reason is logged once."""
     if sys.platform != "linux" or _hash() is None:
         return None
-    return native.build(_SOURCE, (), _FLAGS, "records are written by the interpreter's threads")
+    return native.build(_SOURCE, (), _FLAGS, "records are moved by the interpreter's threads")
 
 
 @functools.cache
@@ -97,6 +98,18 @@ def publish(files: Sequence[WholeFile], threads: int, sync: bool) -> list[int]:
         record.checksum_at, record.needs_space, record.sync = file.checksum_at, file.needs_space, sync
     loaded.layertap_publish(records, ctypes.c_int64(len(files)), ctypes.c_int64(threads), _hash())
     return [record.error for record in records]
+
+
+def copy(target: int, source: int, num_bytes: int, threads: int) -> None:
+    """Copy memory from one address to another, in one call without the interpreter.
+
+    Args:
+        threads: that copy at the same time, at most.
+    """
+    loaded = library()
+    assert loaded is not None
+    addresses = (ctypes.c_void_p(address) for address in (target, source))
+    loaded.layertap_copy(*addresses, ctypes.c_int64(num_bytes), ctypes.c_int64(threads))
 
 
 def lock(pairs: Sequence[tuple[str, str]]) -> list[int]:

@@ -1,6 +1,7 @@
-// Whole records into files, and locks for files to come: what would otherwise be several system calls each, with a
-// return to Python's interpreter, and a wait for its lock, behind every one of them.
+// Whole records into files, locks for files to come, and copies by several threads: what would otherwise be several
+// calls each, with a return to Python's interpreter, and a wait for its lock, behind every one of them.
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
@@ -92,24 +93,40 @@ int lock(const char* path) {
     return file;
 }
 
+const int64_t piece = 2 << 20;  // of a copy: a large page
+
+// Do `count` things in up to `threads` threads, the caller's among them.
+template <typename Work>
+void share(int64_t count, int64_t threads, const Work& work) {
+    std::atomic<int64_t> next{0};
+    auto some = [&] {
+        for (int64_t i; (i = next++) < count;) work(i);
+    };
+    std::vector<std::thread> others;
+    try {
+        others.reserve(size_t(threads));
+        for (int64_t i = 1; i < threads && i < count; i++) others.emplace_back(some);
+    } catch (const std::exception&) {  // no more threads: those that there are do the work
+    }
+    some();
+    for (auto& other : others) other.join();
+}
+
 }  // namespace
 
 extern "C" {
 
 // Write and publish records, in up to `threads` threads, the caller's among them.
 void layertap_publish(Record* records, int64_t count, int64_t threads, Hash hash) {
-    std::atomic<int64_t> next{0};
-    auto work = [&] {
-        for (int64_t i; (i = next++) < count;) records[i].error = publish(records[i], hash);
-    };
-    std::vector<std::thread> others;
-    try {
-        others.reserve(size_t(threads));
-        for (int64_t i = 1; i < threads && i < count; i++) others.emplace_back(work);
-    } catch (const std::exception&) {  // no more threads: those that there are do the work
-    }
-    work();
-    for (auto& other : others) other.join();
+    share(count, threads, [&](int64_t i) { records[i].error = publish(records[i], hash); });
+}
+
+// Copy bytes, in up to `threads` threads, the caller's among them.
+void layertap_copy(char* target, const char* source, int64_t bytes, int64_t threads) {
+    const int64_t count = (bytes + piece - 1) / piece;
+    share(count, threads, [&](int64_t i) {
+        memcpy(target + i * piece, source + i * piece, size_t(std::min(piece, bytes - i * piece)));
+    });
 }
 
 // Remove the first path of each pair, and take an exclusive lock on a file under the second.

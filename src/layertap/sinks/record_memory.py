@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -32,12 +33,11 @@ class RecordMemory:
     What other processes are given of a tensor (``share_memory_``) is a copy: arrays that were made of the
     tensor before lose their memory then, here as elsewhere, and may show another record's.
 
-    While some are in use, as much may lie here beside them as makes up what was in use at once before: the
-    records that take turns with them.
+    As much is kept as records have been in use at once. When none is any more, what is more than
+    ``most_kept`` stays at hand, but the system may take it where it needs memory.
 
     Args:
-        most_kept: bytes that may lie here unused when no record is in use; None takes 4 GiB, and a sixteenth
-            of a smaller machine's memory.
+        most_kept: bytes; None takes 4 GiB, and a sixteenth of a smaller machine's memory.
     """
 
     def __init__(self, most_kept: int | None = None) -> None:
@@ -45,12 +45,14 @@ class RecordMemory:
         self._lock = threading.Lock()
         self._free: deque[mmap.mmap] = deque()
         """The one that came back first is the first; changed under the lock."""
+        self._lent: deque[mmap.mmap] = deque()
+        """The same, of those that the system may take the memory of."""
         # A record may go while this thread holds the lock: what comes back is left here, without one.
         self._returned: deque[mmap.mmap] = deque()
         self._used = 0
         """Bytes in use."""
         self._most_used = 0
-        """At once, since none was."""
+        """At once."""
         self._closed = False
 
     @property
@@ -58,9 +60,15 @@ class RecordMemory:
         """Bytes that lie here unused."""
         with self._lock:
             unneeded = self._settle()
-            kept = sum(map(len, self._free))
+            kept = _bytes_of(self._free) + _bytes_of(self._lent)
         unneeded.clear()
         return kept
+
+    @property
+    def lent_bytes(self) -> int:
+        """Those of them that the system may take."""
+        with self._lock:
+            return _bytes_of(self._lent)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor with anything in it. Its memory comes back here when its last view is gone.
@@ -86,8 +94,9 @@ class RecordMemory:
     def clear(self) -> None:
         """Give back to the system what lies here unused."""
         with self._lock:
-            unneeded = [*self._settle(), *self._free]
+            unneeded = [*self._settle(), *self._free, *self._lent]
             self._free.clear()
+            self._lent.clear()
         unneeded.clear()
 
     def close(self) -> None:
@@ -99,11 +108,14 @@ class RecordMemory:
         with self._lock:
             unneeded = self._settle()
             most = size + size // _WASTE + _LARGE_PAGE
-            fitting = [block for block in self._free if size <= len(block) <= most]
-            best = min(fitting, key=len, default=None)
-            if best is not None:
-                self._free.remove(best)
-                self._used += len(best)
+            best = None
+            for blocks in (self._free, self._lent):
+                fitting = (block for block in blocks if size <= len(block) <= most)
+                best = min(fitting, key=len, default=None)
+                if best is not None:
+                    blocks.remove(best)
+                    self._used += len(best)
+                    break
         unneeded.clear()
         return best
 
@@ -134,15 +146,33 @@ class RecordMemory:
             block = self._returned.popleft()
             self._used -= len(block)
             self._free.append(block)
-        if self._used == 0:
-            self._most_used = 0
         most = 0 if self._closed else max(self._most_kept, self._most_used - self._used)
         unneeded = []
-        kept = sum(map(len, self._free))
+        kept = _bytes_of(self._free) + _bytes_of(self._lent)
         while kept > most:
-            kept -= len(self._free[0])
-            unneeded.append(self._free.popleft())
+            block = (self._lent or self._free).popleft()
+            kept -= len(block)
+            unneeded.append(block)
+        if self._used == 0:
+            self._lend(unneeded)
         return unneeded
+
+    def _lend(self, unneeded: list[mmap.mmap]) -> None:
+        """Of what is more than may be kept for ever."""
+        kept = _bytes_of(self._free)
+        while kept > self._most_kept:
+            block = self._free.popleft()
+            kept -= len(block)
+            try:
+                block.madvise(mmap.MADV_FREE)
+            except OSError:  # this system has no such thing
+                unneeded.append(block)
+            else:
+                self._lent.append(block)
+
+
+def _bytes_of(blocks: Iterable[mmap.mmap]) -> int:
+    return sum(map(len, blocks))
 
 
 def _new(size: int) -> mmap.mmap:
