@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from layertap.connectors.producing import ProducingConnector
+from layertap.connectors.producing import GPU_DEFAULTS, ProducingConnector
 from layertap.sinks.memory import MemorySink
 
-_THREADS = 4  # for a record of a GPU's
+_THREADS = 4  # that copy a record of a GPU's
 
 
 class MemoryConnector(ProducingConnector):
@@ -17,6 +17,12 @@ class MemoryConnector(ProducingConnector):
     statistics is their size."""
 
     handle_field = "hidden_states_handle"
+    # Each writer that wants the interpreter takes it from whoever launches steps, so there are few, with large
+    # buffers; others outside the interpreter do the copying.
+    gpu_options: ClassVar[dict[str, Any]] = GPU_DEFAULTS | {
+        "num_writer_threads": 4,
+        "staging_chunk_bytes": 64 << 20,
+    }
     sink: MemorySink
 
     def make_sink(self, options: Mapping[str, Any]) -> MemorySink:

@@ -40,13 +40,15 @@ class ProducingConnector(KVConnectorBase):
         "staging_chunk_bytes": DEFAULT_CHUNK_BYTES,
         "staging_ring_bytes": DEFAULT_RING_BYTES,
     }
-    """Known keys of ``kv_connector_extra_config`` with their defaults (on a GPU, :data:`GPU_DEFAULTS`)."""
+    """Known keys of ``kv_connector_extra_config`` with their defaults."""
+    gpu_options: ClassVar[dict[str, Any]] = GPU_DEFAULTS
+    """Those that are others on a GPU."""
 
     def __init__(self, kv_transfer_config: KVTransferConfig, engine_info: EngineInfo) -> None:
         super().__init__(kv_transfer_config, engine_info)
         on_gpu = engine_info.device.type == "cuda"
         self._options = check_options(
-            kv_transfer_config.kv_connector_extra_config, self.options | (GPU_DEFAULTS if on_gpu else {})
+            kv_transfer_config.kv_connector_extra_config, self.options | (self.gpu_options if on_gpu else {})
         )
         self.sink = self.make_sink(self._options)
         self._producer: Producer | None = None
