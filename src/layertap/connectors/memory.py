@@ -17,7 +17,7 @@ class MemoryConnector(ProducingConnector):
     statistics is their size."""
 
     handle_field = "hidden_states_handle"
-    # Each writer that wants the interpreter takes it from whoever launches steps, so there are few, with large
+    # Each writer that wants the interpreter takes it from whoever launches steps, so they are few with large
     # buffers; others outside the interpreter do the copying.
     gpu_options: ClassVar[dict[str, Any]] = GPU_DEFAULTS | {
         "num_writer_threads": 4,
