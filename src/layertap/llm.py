@@ -183,20 +183,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """The outputs of prompts, in order, whatever became of them."""
         done: Done = queue.SimpleQueue()
-        collectors = []
-        with collections_put_off():
-            prompts = self.prompt_tokenizer.several(items)
-            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-                name = request_ids[i] if request_ids is not None else self._next_id()
-                collectors.append(self._collector(name, prompt, p, i, done))
         outputs: list[RequestOutput | None] = [None] * len(items)
         running: dict[int, OutputCollector] = {}
         with Progress(len(items), shown=use_tqdm) as progress:
             try:
-                for i, collector in enumerate(collectors):
-                    self._submit(collector)
-                    running[i] = collector
-                collectors.clear()  # each goes when its output comes
+                self._submit_checked(items, params, request_ids, running, done)
                 for _ in items:
                     index, output = done.get()
                     outputs[index] = output
@@ -206,6 +197,58 @@ class LLM:
                 self._abort(running.values())
                 raise
         return [o for o in outputs if o is not None]
+
+    def _submit_checked(
+        self,
+        items: Sequence[Any],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str] | None,
+        running: dict[int, OutputCollector],
+        done: Done,
+    ) -> None:
+        """Submit prompts that are right, all of them; where one is wrong, nothing of any is seen.
+
+        A GPU need not wait for the last one's check: it computes meanwhile, and what it computes is held.
+
+        Args:
+            running: the submitted ones by number; filled.
+        """
+        checked: dict[int, OutputCollector] = {}
+        tokens, at_once = 0, self._computed_while_checking()
+        held = False
+        try:
+            with collections_put_off():
+                prompts = self.prompt_tokenizer.several(items)
+                for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+                    name = request_ids[i] if request_ids is not None else self._next_id()
+                    checked[i] = self._collector(name, prompt, p, i, done)
+                    tokens += len(prompt.token_ids)
+                    if tokens >= at_once:
+                        if not held:
+                            self._loop.tell(self._core.hold)
+                            held = True
+                        self._submit_all(checked, running)
+            self._submit_all(checked, running)
+        except BaseException:
+            self._abort(running.values())
+            raise
+        finally:
+            if held:
+                self._loop.tell(self._core.let_go)
+
+    def _submit_all(self, checked: dict[int, OutputCollector], running: dict[int, OutputCollector]) -> None:
+        """Move what is checked to what runs."""
+        for i, collector in checked.items():
+            running[i] = collector
+            self._submit(collector)
+        checked.clear()
+
+    def _computed_while_checking(self) -> float:
+        """From so many tokens on, those of a call are computed while later ones are checked: enough for two
+        steps, so that the first is a full one."""
+        budget = self.config.max_num_batched_tokens
+        assert budget is not None
+        return 2 * budget if self._core.device.type == "cuda" else float("inf")
 
     def generate_as_completed(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -151,9 +151,9 @@ class PromptTokenizer:
             return self.ids(prompt, field)
         raise InvalidInputError(field, prompt, ALLOWED)
 
-    def several(self, prompts: Sequence[Any]) -> list[TokenizedPrompt]:
-        """Tokenize the prompts of one call. Long lists of texts go to the tokenizer together: it spreads them
-        over the cores.
+    def several(self, prompts: Sequence[Any]) -> Iterator[TokenizedPrompt]:
+        """Tokenize the prompts of one call, one after the other. Long lists of texts go to the tokenizer
+        together: it spreads them over the cores.
 
         Raises:
             InvalidInputError: see :meth:`__call__`; it names the prompt by its place among several.
@@ -161,10 +161,10 @@ class PromptTokenizer:
         names = [f"prompts[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
         all_texts = self.tokenizer is not None and all(isinstance(p, str) for p in prompts)
         if not all_texts or sum(map(len, prompts)) < _MANY_CHARACTERS:
-            return [self(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
+            return (self(prompt, name) for prompt, name in zip(prompts, names, strict=True))
         texts = [check_text(text, name) for text, name in zip(prompts, names, strict=True)]
         rows = self.tokenizer(texts)["input_ids"]  # type: ignore[misc]
-        return [self._tokenized(*one) for one in zip(texts, rows, names, strict=True)]
+        return (self._tokenized(*one) for one in zip(texts, rows, names, strict=True))
 
     def _need(self, field: str, value: object) -> Any:
         if self.tokenizer is None:

@@ -178,3 +178,12 @@ def test_what_is_left_is_computed_in_two_steps(lengths: list[int], steps: list[l
         seen.append([s.num_tokens for s in scheduler.schedule().scheduled])
         scheduler.running = [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens]
     assert seen == steps
+
+
+def test_what_is_not_all_is_not_computed_in_two_steps() -> None:
+    rng = random.Random(0)
+    scheduler = Scheduler(BlockPool(100, False), BLOCK, 16, 8, last_in_two=True)
+    scheduler.more_to_come = True
+    for i in range(4):
+        scheduler.add(make_request(str(i), 4, 0, rng))
+    assert len(scheduler.schedule().scheduled) == 4

@@ -157,6 +157,7 @@ class EngineCore:
         """Requests whose blocks the connector still reads."""
         self._launched: deque[_Launched] = deque()
         self._clock = StepClock()
+        self._holds = 0
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.start_phases.end("connector")
@@ -207,6 +208,17 @@ class EngineCore:
         request.model_state = None
         self._finish(request)
 
+    def hold(self) -> None:
+        """Compute, but hand nothing out, until :meth:`let_go`: the prompts of a call are still being checked,
+        and where one is wrong nothing of the call is to be seen."""
+        self._holds += 1
+        self.scheduler.more_to_come = True
+
+    def let_go(self) -> None:
+        """The end of a :meth:`hold`."""
+        self._holds -= 1
+        self.scheduler.more_to_come = self._holds > 0
+
     # --- the step ------------------------------------------------------------------------------------------
 
     @property
@@ -221,9 +233,12 @@ class EngineCore:
         """
         progressed = self._collect()
         self._clock.look()
+        if self._holds and len(self._launched) > 1:
+            time.sleep(_LOOK_SECONDS)
+            return True
         if self._gains_by_waiting():
             self._pause()
-            while self._launched and self._launched[0].there:
+            while self._launched and self._launched[0].there and not self._holds:
                 self._finalize(self._launched.popleft())
             return True
         output = self.scheduler.schedule()
@@ -232,6 +247,10 @@ class EngineCore:
         if output.scheduled:
             self._launch(output)
             progressed = True
+        if self._holds:
+            if not progressed:
+                time.sleep(_LOOK_SECONDS)
+            return True
         # A step's tokens are looked at one step later where nothing depends on them sooner.
         keep = 1 if output.scheduled and self._may_lag(output) else 0
         while len(self._launched) > keep:

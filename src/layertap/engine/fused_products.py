@@ -228,4 +228,3 @@ def _fuse_residual(graph: fx.Graph, product: fx.Node) -> bool:
     graph.erase_node(addition)
     graph.erase_node(product)
     return True
-

@@ -271,4 +271,3 @@ def _size(node: fx.Node | None) -> int | None:
 def _dtype(node: Any) -> torch.dtype | None:
     value = example(node)
     return None if value is None else value.dtype
-

@@ -77,6 +77,11 @@ class EngineLoop:
             raise call.error
         return call.result
 
+    def tell(self, function: Callable[[], Any]) -> None:
+        """Have a function run on the engine's thread, between two steps, behind what was submitted before. It
+        is not waited for; an engine that is closed leaves it out."""
+        self._inbox.put(_Call(function, threading.Event()))
+
     def close(self) -> None:
         """Abort what runs and end the thread. Safe to call twice."""
         with self._lock:

@@ -61,6 +61,8 @@ class Scheduler:
         self.last_in_two = last_in_two
         """Compute what is left in two steps where one would take it all: the first one's records are stored
         while the GPU computes the second, and fewer are left to store when it is done."""
+        self.more_to_come = False
+        """What is here is not all that is left, for certain."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -118,7 +120,7 @@ class Scheduler:
     def _enough(self) -> int:
         """From so many tokens on, no other request joins the next step."""
         most = self.max_num_batched_tokens
-        if not self.last_in_two:
+        if not self.last_in_two or self.more_to_come:
             return most
         left = self._tokens_left()
         return -(-left // 2) if most // 2 < left <= most else most

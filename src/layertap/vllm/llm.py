@@ -154,6 +154,9 @@ class VllmLLM(LLM):
                 selection.check_length(len(prompt.token_ids))
         return VllmCollector(name, prompt, params, lambda output: done.put((index, output)))
 
+    def _computed_while_checking(self) -> float:
+        return float("inf")
+
     def _submit(self, collector: VllmCollector) -> None:  # type: ignore[override]
         for request in collector.requests:
             self._vllm.submit(request)

@@ -1,0 +1,111 @@
+"""Prompts are computed while later ones of the call are checked; of a call that is wrong nothing is seen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layertap import LLM, InvalidInputError, SamplingParams, reader
+from layertap.engine.core import EngineCore
+from layertap.prompts import PromptTokenizer
+from small_jobs import all_blocks_free, file_config, published, wait_until
+
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+PROMPTS = [[i, i + 1, i + 2, i + 3] for i in range(3, 23)]
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "later"])
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, from eight tokens on; with steps that are looked at when the next one is launched, too."""
+    monkeypatch.setattr(LLM, "_computed_while_checking", lambda self: 8)
+    if request.param:
+        monkeypatch.setattr(EngineCore, "_may_lag", lambda self, output: True)
+
+
+def slow_check(llm: LLM, number: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Have one prompt's check take until steps have run, and a while longer. Gives the number of steps and of
+    outputs at its end."""
+    seen: list[tuple[int, int]] = []
+    finished: list[Any] = []
+    finish, ids = EngineCore._finish, PromptTokenizer.ids
+
+    def note(self: EngineCore, request: Any) -> None:
+        finished.append(request)
+        finish(self, request)
+
+    def slowly(prompt: Any, field: str, text: str | None = None) -> Any:
+        if field == f"prompts[{number}]":
+            wait_until(lambda: llm._core.num_steps > 0)
+            time.sleep(0.1)
+            seen.append((llm._core.num_steps, len(finished)))
+        return ids(prompt, field, text)
+
+    monkeypatch.setattr(EngineCore, "_finish", note)
+    monkeypatch.setattr(PromptTokenizer, "ids", staticmethod(slowly))
+    return seen
+
+
+def test_outputs_are_those_of_a_call_that_is_checked_before(
+    make_llm: Callable[..., LLM],
+    tiny: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: None,
+) -> None:
+    options = {"layers": [1], "max_num_batched_tokens": 8}
+    expected = list(make_llm(tiny("llama"), **options).extract(PROMPTS))
+    llm = make_llm(tiny("llama"), kv_transfer_config=file_config(tmp_path), **options)
+    seen = slow_check(llm, 15, monkeypatch)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    ((steps, finished),) = seen
+    assert 1 <= steps <= 2, "steps ran, and no more than lie ahead"
+    assert finished == 0, "before all was checked"
+    assert [o.prompt_token_ids for o in outputs] == PROMPTS
+    for output, record in zip(outputs, expected, strict=True):
+        path = (output.kv_transfer_params or {})["hidden_states_path"]
+        torch.testing.assert_close(
+            reader.open(path).hidden_states, record.hidden_states, rtol=1e-4, atol=1e-5
+        )
+    assert llm._core._holds == 0
+    assert not llm._core.scheduler.more_to_come
+
+
+@pytest.mark.parametrize("wrong", [[1, "two"], [], [10**9]])
+def test_nothing_of_a_wrong_call_is_seen(
+    wrong: Any,
+    make_llm: Callable[..., LLM],
+    tiny: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: None,
+) -> None:
+    llm = make_llm(
+        tiny("llama"), layers=[1], kv_transfer_config=file_config(tmp_path), max_num_batched_tokens=8
+    )
+    seen = slow_check(llm, 20, monkeypatch)
+    with pytest.raises(InvalidInputError, match=r"prompts\[20\]|prompt"):
+        llm.generate([*PROMPTS, wrong], PARAMS)
+    assert seen
+    assert seen[0][0] > 0, "some had been computed"
+    assert llm.stats()["num_running"] == 0
+    wait_until(lambda: all_blocks_free(llm))
+    assert published(tmp_path) == []
+    assert len(llm.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+    assert len(published(tmp_path)) == len(PROMPTS)
+
+
+def test_other_calls_go_on_afterwards(
+    make_llm: Callable[..., LLM], tiny: Callable[..., str], at_once: None
+) -> None:
+    llm = make_llm(tiny("llama"), layers=[1], max_num_batched_tokens=8)
+    for _ in range(3):
+        assert len(llm.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+        with pytest.raises(InvalidInputError):
+            llm.generate([*PROMPTS, [-1]], PARAMS)
+    assert len(list(llm.extract(PROMPTS))) == len(PROMPTS)
+    assert llm._core._holds == 0
