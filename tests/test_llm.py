@@ -343,7 +343,7 @@ def test_texts_are_tokenized_together_as_one_by_one(smollm2: LLM) -> None:
     tokenizer = smollm2.prompt_tokenizer
     texts = [f"Café no. {i} — \n\tlayers of 表面 {i * i}" * (300 * (i % 3) + 1) for i in range(20)]
     assert sum(map(len, texts)) > 100_000
-    assert tokenizer.several(texts) == [tokenizer(text) for text in texts]
+    assert list(tokenizer.several(texts)) == [tokenizer(text) for text in texts]
 
 
 def test_greedy_text_of_the_real_model_equals_transformers(smollm2: LLM) -> None:

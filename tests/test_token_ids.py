@@ -161,7 +161,10 @@ class Letters:
 
 def test_long_lists_of_texts_are_tokenized_in_one_call() -> None:
     letters = Letters()
-    several = PromptTokenizer(letters).several
+
+    def several(prompts: list[Any]) -> list[TokenizedPrompt]:
+        return list(PromptTokenizer(letters).several(prompts))
+
     texts = ["a" * 60_000, "b" * 60_000, "c"]
     together = several(texts)
     assert letters.calls == 1
@@ -176,4 +179,4 @@ def test_long_lists_of_texts_are_tokenized_in_one_call() -> None:
 @pytest.mark.parametrize(("wrong", "allowed"), [("", "at least one token"), ("\ud800", "valid Unicode")])
 def test_a_wrong_text_among_several_is_named_by_its_place(length: int, wrong: str, allowed: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"prompts\[1\].*{allowed}"):
-        PromptTokenizer(Letters()).several(["a" * length, wrong])
+        list(PromptTokenizer(Letters()).several(["a" * length, wrong]))
