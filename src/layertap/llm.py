@@ -40,6 +40,8 @@ Done = queue.SimpleQueue[tuple[int, RequestOutput]]
 """Prompts' numbers with their outputs, as they come."""
 # Steps' worth of prompts that wait in the engine, so that it never idles for want of the next one.
 _STEPS_AHEAD = 8
+# Prompts at the end of a long call that a GPU computes in another order.
+_LAST = 32
 
 
 class LLM:
@@ -208,7 +210,8 @@ class LLM:
     ) -> None:
         """Submit prompts that are right, all of them; where one is wrong, nothing of any is seen.
 
-        A GPU need not wait for the last one's check: it computes meanwhile, and what it computes is held.
+        A GPU need not wait for the last one's check: it computes meanwhile, and what it computes is held. Of
+        the last prompts the longest go first: when it is done, the records that are left are short ones.
 
         Args:
             running: the submitted ones by number; filled.
@@ -223,11 +226,14 @@ class LLM:
                     name = request_ids[i] if request_ids is not None else self._next_id()
                     checked[i] = self._collector(name, prompt, p, i, done)
                     tokens += len(prompt.token_ids)
-                    if tokens >= at_once:
+                    if tokens >= at_once and i < len(items) - _LAST:
                         if not held:
                             self._loop.tell(self._core.hold)
                             held = True
                         self._submit_all(checked, running)
+            if held:
+                longest = sorted(checked.items(), key=lambda item: -len(item[1].prompt.token_ids))
+                checked = dict(longest)
             self._submit_all(checked, running)
         except BaseException:
             self._abort(running.values())

@@ -23,6 +23,7 @@ PROMPTS = [[i, i + 1, i + 2, i + 3] for i in range(3, 23)]
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, from eight tokens on; with steps that are looked at when the next one is launched, too."""
     monkeypatch.setattr(LLM, "_computed_while_checking", lambda self: 8)
+    monkeypatch.setattr("layertap.llm._LAST", 4)
     if request.param:
         monkeypatch.setattr(EngineCore, "_may_lag", lambda self, output: True)
 
@@ -109,3 +110,27 @@ def test_other_calls_go_on_afterwards(
             llm.generate([*PROMPTS, [-1]], PARAMS)
     assert len(list(llm.extract(PROMPTS))) == len(PROMPTS)
     assert llm._core._holds == 0
+
+
+def test_of_the_last_prompts_the_longest_go_first(
+    make_llm: Callable[..., LLM],
+    tiny: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: None,
+) -> None:
+    order: list[int] = []
+    add_request = EngineCore.add_request
+
+    def note(self: EngineCore, request: Any) -> None:
+        order.append(request.num_tokens)
+        add_request(self, request)
+
+    monkeypatch.setattr(EngineCore, "add_request", note)
+    llm = make_llm(tiny("llama"), layers=[1], max_num_batched_tokens=8)
+    prompts = [[3] * n for n in (5, 9, 4, 2, 6, 3, 8, 1)]
+    outputs = llm.generate(prompts, PARAMS)
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    assert order == [5, 9, 4, 2, 8, 6, 3, 1]
+    order.clear()
+    llm.generate(prompts[-3:], PARAMS)
+    assert order == [3, 8, 1], "of a short call all are computed as they come"

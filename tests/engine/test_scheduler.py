@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from layertap.engine.block_pool import BlockPool
 from layertap.engine.request import Request, RequestStatus
-from layertap.engine.scheduler import Scheduler
+from layertap.engine.scheduler import Scheduler, _fitting
 from layertap.outputs import RequestMetrics
 from layertap.prompts import TokenizedPrompt
 from layertap.sampling_params import SamplingParams
@@ -35,6 +36,7 @@ def make_request(name: str, length: int, max_tokens: int, rng: random.Random) ->
     caching=st.booleans(),
     avoid_splitting=st.booleans(),
     last_in_two=st.booleans(),
+    fill_with_whole=st.booleans(),
 )
 def test_every_request_is_computed_whole_and_every_block_returns(
     seed: int,
@@ -45,10 +47,13 @@ def test_every_request_is_computed_whole_and_every_block_returns(
     caching: bool,
     avoid_splitting: bool,
     last_in_two: bool,
+    fill_with_whole: bool,
 ) -> None:
     rng = random.Random(seed)
     pool = BlockPool(num_blocks, caching and not whole)
-    scheduler = Scheduler(pool, BLOCK, budget, max_num_seqs, whole, avoid_splitting, last_in_two)
+    scheduler = Scheduler(
+        pool, BLOCK, budget, max_num_seqs, whole, avoid_splitting, last_in_two, fill_with_whole
+    )
     longest = num_blocks * BLOCK
     todo = []
     for i in range(12):
@@ -187,3 +192,77 @@ def test_what_is_not_all_is_not_computed_in_two_steps() -> None:
     for i in range(4):
         scheduler.add(make_request(str(i), 4, 0, rng))
     assert len(scheduler.schedule().scheduled) == 4
+
+
+@given(lengths=st.lists(st.integers(1, 12), max_size=9), room=st.integers(0, 40), most=st.integers(0, 9))
+def test_no_choice_comes_closer(lengths: list[int], room: int, most: int) -> None:
+    chosen = _fitting(lengths, room, most)
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) <= most
+    total = sum(lengths[i] for i in chosen)
+    assert total <= room
+    if lengths and most and lengths[0] <= room:
+        assert chosen[0] == 0, "the first goes first"
+    if most >= len(lengths):
+        sums = [
+            sum(subset)
+            for n in range(len(lengths) + 1)
+            for subset in itertools.combinations(lengths, n)
+            if not (lengths and lengths[0] <= room) or subset[:1] == (lengths[0],)
+        ]
+        assert total == max((x for x in sums if x <= room), default=0)
+
+
+def steps_of(scheduler: Scheduler, lengths: list[int]) -> list[list[tuple[str, int]]]:
+    """Requests and their numbers of tokens, step by step."""
+    rng = random.Random(0)
+    for i, length in enumerate(lengths):
+        scheduler.add(make_request("abcdefghij"[i], length, 0, rng))
+    steps = []
+    while scheduler.has_requests:
+        scheduled = scheduler.schedule().scheduled
+        assert scheduled
+        steps.append([(s.request.request_id, s.num_tokens) for s in scheduled])
+        scheduler.running = [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens]
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        # b does not fit behind a, c and d do, exactly
+        ([600, 500, 300, 124], [[("a", 600), ("c", 300), ("d", 124)], [("b", 500)]]),
+        ([600, 500, 300, 122], [[("a", 600), ("c", 300), ("d", 122)], [("b", 500)]]),  # all but two
+        # nothing fits well: the first that waits is begun
+        ([600, 500, 300, 60], [[("a", 600), ("b", 424)], [("b", 76), ("c", 300), ("d", 60)]]),
+        ([1000, 500, 20, 24], [[("a", 1000), ("d", 24)], [("b", 500), ("c", 20)]]),
+        ([900, 500, 100, 24], [[("a", 900), ("c", 100), ("d", 24)], [("b", 500)]]),
+        # what is longer than a step is cut anyway
+        ([600, 1500, 424], [[("a", 600), ("b", 424)], [("b", 1024)], [("b", 52), ("c", 424)]]),
+        (
+            [24, 2000, 500, 500],
+            [[("a", 24), ("b", 1000)], [("b", 1000), ("c", 24)], [("c", 476), ("d", 500)]],
+        ),
+    ],
+)
+def test_a_step_ends_with_prompts_that_fit(lengths: list[int], steps: list[list[tuple[str, int]]]) -> None:
+    scheduler = Scheduler(BlockPool(4000, False), BLOCK, 1024, 8, fill_with_whole=True)
+    assert steps_of(scheduler, lengths) == steps
+
+
+def test_nobody_is_passed_over_twice() -> None:
+    """However many arrive that fit better."""
+    rng = random.Random(0)
+    scheduler = Scheduler(BlockPool(4000, False), BLOCK, 1024, 64, fill_with_whole=True)
+    scheduler.add(make_request("first", 900, 0, rng))
+    scheduler.add(make_request("waits", 1000, 0, rng))
+    for i in range(9):
+        scheduler.add(make_request(f"small {i}", 124, 0, rng))
+    steps = []
+    for i in range(3):
+        steps.append([s.request.request_id for s in scheduler.schedule().scheduled])
+        scheduler.running.clear()
+        for k in range(9):
+            scheduler.add(make_request(f"late {i} {k}", 124, 0, rng))
+    assert steps[0] == ["first", "small 0"]
+    assert steps[1][0] == "waits"

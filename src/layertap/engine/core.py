@@ -116,6 +116,8 @@ class EngineCore:
             whole_sequences=not packed,
             avoid_splitting=self.device.type == "cpu",
             last_in_two=self.device.type == "cuda" and self.served is not None,
+            # Keys and values of prompts that are computed whole are not stored then.
+            fill_with_whole=self.device.type == "cuda" and packed and not self.pool.enable_prefix_caching,
         )
         self.runner = ModelRunner(
             self.verifier, self.served, num_blocks, config.block_size, self.pool.enable_prefix_caching

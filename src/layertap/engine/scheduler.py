@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from layertap.engine.block_pool import BlockPool
 from layertap.engine.request import Request, RequestStatus
 
+_END = 4  # this part of a step is filled with prompts that are chosen for it
+_CHOICE = 64  # among so many
+_LITTLE = 256  # one token in so many may be left
+
 
 @dataclass(slots=True)
 class ScheduledRequest:
@@ -48,6 +52,7 @@ class Scheduler:
         whole_sequences: bool = False,
         avoid_splitting: bool = False,
         last_in_two: bool = False,
+        fill_with_whole: bool = False,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
@@ -61,6 +66,10 @@ class Scheduler:
         self.last_in_two = last_in_two
         """Compute what is left in two steps where one would take it all: the first one's records are stored
         while the GPU computes the second, and fewer are left to store when it is done."""
+        self.fill_with_whole = fill_with_whole
+        """Fill the end of a step with waiting prompts that fit exactly, if there are such, rather than with
+        the beginning of one. The first that waits is passed over only if it does not fit, and is the first of
+        the next step."""
         self.more_to_come = False
         """What is here is not all that is left, for certain."""
         self.waiting: deque[Request] = deque()
@@ -173,38 +182,68 @@ class Scheduler:
 
     def _admit(self, budget: int, spare: int, out: SchedulerOutput) -> None:
         while self.waiting and budget > spare and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            num_tokens = request.num_tokens
-            reuse: list[int] = []
-            # The last token is always computed: it must yield a logit.
-            if self.pool.enable_prefix_caching and request.params.prompt_logprobs is None:
-                usable = (num_tokens - 1) // self.block_size
-                reuse = self.pool.find(request.hashes(self.block_size)[:usable])
-            cached = len(reuse) * self.block_size
-            rest = num_tokens - cached
-            count = self._count(rest, budget, out)
-            if count == 0:
+            if self.fill_with_whole and self._end_with_whole(budget, out):
                 return
-            if self.avoid_splitting and count < rest <= self.max_num_batched_tokens and out.scheduled:
+            used = self._admit_one(0, budget, out)
+            if used is None:
                 return
-            fresh = -(-num_tokens // self.block_size) - len(reuse)
-            if self.pool.num_free_after(reuse) < fresh:
-                return
-            self.waiting.popleft()
-            self.pool.acquire(reuse)
-            blocks = self.pool.allocate(fresh)
-            assert blocks is not None
-            request.block_ids = reuse + blocks
-            request.num_computed_tokens = cached
-            request.num_hashed_blocks = len(reuse)
-            if request.status is RequestStatus.WAITING:
-                request.num_cached_tokens = cached
-                request.metrics.first_scheduled = time.monotonic()
-                self.prefix_queries += num_tokens
-                self.prefix_hits += cached
-            request.status = RequestStatus.RUNNING
-            self.running.append(request)
-            budget -= self._schedule(request, count, out)
+            budget -= used
+
+    def _admit_one(self, index: int, budget: int, out: SchedulerOutput) -> int | None:
+        """Admit one of those that wait. Returns its tokens in this step; None if it has to wait longer."""
+        request = self.waiting[index]
+        num_tokens = request.num_tokens
+        reuse: list[int] = []
+        # The last token is always computed: it must yield a logit.
+        if self.pool.enable_prefix_caching and request.params.prompt_logprobs is None:
+            usable = (num_tokens - 1) // self.block_size
+            reuse = self.pool.find(request.hashes(self.block_size)[:usable])
+        cached = len(reuse) * self.block_size
+        rest = num_tokens - cached
+        count = self._count(rest, budget, out)
+        if count == 0:
+            return None
+        if self.avoid_splitting and count < rest <= self.max_num_batched_tokens and out.scheduled:
+            return None
+        fresh = -(-num_tokens // self.block_size) - len(reuse)
+        if self.pool.num_free_after(reuse) < fresh:
+            return None
+        del self.waiting[index]
+        self.pool.acquire(reuse)
+        blocks = self.pool.allocate(fresh)
+        assert blocks is not None
+        request.block_ids = reuse + blocks
+        request.num_computed_tokens = cached
+        request.num_hashed_blocks = len(reuse)
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = cached
+            request.metrics.first_scheduled = time.monotonic()
+            self.prefix_queries += num_tokens
+            self.prefix_hits += cached
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        return self._schedule(request, count, out)
+
+    def _end_with_whole(self, budget: int, out: SchedulerOutput) -> bool:
+        """Admit prompts that fill what is left of a step, or all but a little, and end it with them. False if
+        there are none, or it is too early to choose."""
+        first = self.waiting[0].num_tokens
+        if first > self.max_num_batched_tokens:
+            return False  # that is cut anyway
+        if budget > self.max_num_batched_tokens // _END and first <= budget:
+            return False
+        room = self.max_num_seqs - len(self.running)
+        lengths = [request.num_tokens for request in itertools.islice(self.waiting, _CHOICE)]
+        chosen = _fitting(lengths, budget, room)
+        left = budget - sum(lengths[i] for i in chosen)
+        if not chosen or left > self.max_num_batched_tokens // _LITTLE:
+            return False
+        for gone, i in enumerate(chosen):
+            used = self._admit_one(i - gone, budget, out)
+            if used is None:
+                break  # no memory: what fits is computed
+            budget -= used
+        return True
 
     def remove(self, request: Request) -> None:
         """Take a request out of its queue. Its blocks stay: see :meth:`free`."""
@@ -224,3 +263,28 @@ class Scheduler:
         for s in out.scheduled:
             first = s.start // self.block_size
             self.pool.forget(s.request.block_ids[first:])
+
+
+def _fitting(lengths: list[int], room: int, most: int) -> list[int]:
+    """Which lengths come closest to a room from below, the earlier ones of several choices, the first among
+    them if it fits. The indices, in order.
+
+    Args:
+        most: of them, at most.
+    """
+    if not lengths or most <= 0:
+        return []
+    first = [0] if lengths[0] <= room else []
+    room -= sum(lengths[i] for i in first)
+    inside = (1 << room + 1) - 1
+    reached = [1]  # bit n of entry i: some of the lengths before i + 1 sum up to n
+    for length in lengths[1:]:
+        sums = reached[-1]
+        reached.append((sums | sums << length) & inside)
+    total = reached[-1].bit_length() - 1
+    chosen = []
+    for i in range(len(lengths) - 1, 0, -1):
+        if not reached[i - 1] >> total & 1:  # not without this one
+            chosen.append(i)
+            total -= lengths[i]
+    return [*first, *reversed(chosen)][:most]
