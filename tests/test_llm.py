@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -406,3 +407,32 @@ def test_finished_requests_go_without_the_garbage_collector(
     finally:
         gc.enable()
     assert after <= before
+
+
+def test_extract_takes_arrays_and_dtypes(make_llm: Callable[..., LLM], tiny: Callable[..., str]) -> None:
+    llm = make_llm(tiny("llama"), layers=[0, 1, 2])
+    prompt = [3, 4, 5, 6]
+    (plain,) = llm.extract([prompt], layers=[2, 0], tokens=[0, 3], dtype="bfloat16")
+    for layers in (np.array([2, 0]), torch.tensor([2, 0]), (2, 0)):
+        for tokens in (np.array([0, 3]), torch.tensor([0, 3]), (0, 3)):
+            (record,) = llm.extract([prompt], layers=layers, tokens=tokens, dtype=torch.bfloat16)
+            assert record.hidden_states.dtype == torch.bfloat16
+            assert torch.equal(record.hidden_states, plain.hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"layers": [7]}, "^layers: got 7"),
+        ({"tokens": [True]}, r"^tokens: got \[True\]"),
+        ({"tokens": "first"}, "^tokens: got 'first'"),
+        ({"dtype": torch.int8}, "^dtype: got 'int8'"),
+        ({"include_output_tokens": 3}, "^include_output_tokens: got 3"),
+    ],
+)
+def test_extract_names_its_own_arguments(
+    wrong: dict[str, Any], told: str, make_llm: Callable[..., LLM], tiny: Callable[..., str]
+) -> None:
+    llm = make_llm(tiny("llama"), layers=[0, 1, 2])
+    with pytest.raises(InvalidInputError, match=told):
+        llm.extract([[1, 2]], **wrong)

@@ -332,7 +332,7 @@ class LLM:
         *,
         layers: LayerSpec | None = None,
         tokens: Any = "all",
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         max_tokens: int = 0,
         include_output_tokens: bool = False,
         sampling_params: SamplingParams | None = None,
@@ -347,7 +347,7 @@ class LLM:
             prompts: one or many, or an iterator: it is read only as far ahead as the buffer allows.
             layers: a subset of the tapped layers, in the order wanted; None takes all.
             tokens: ``"all"``, ``"last"``, a ``slice``, ``{"start": a, "end": b}`` or a list of positions.
-            dtype: storage dtype; ``"auto"`` is the model's.
+            dtype: storage dtype, as a name or PyTorch's; ``"auto"`` is the model's.
             max_tokens: also generate this many tokens.
             include_output_tokens: deliver the generated tokens' states too.
             sampling_params: how to generate; replaces ``max_tokens``.
@@ -369,15 +369,16 @@ class LLM:
         if on_error not in ("raise", "return"):
             raise InvalidInputError("on_error", on_error, "'raise' or 'return'")
         transfer = {
-            "layers": list(layers) if isinstance(layers, tuple) else layers,
-            "tokens": tokens,
-            "dtype": dtype,
+            "layers": _listed(layers),
+            "tokens": _listed(tokens),
+            "dtype": str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype,
             "include_output_tokens": include_output_tokens,
         }
         if isinstance(tokens, slice):
             parse_tokens(tokens, "tokens")
             transfer["tokens"] = {"start": tokens.start, "end": tokens.stop}
-        Selection.parse(transfer, self._core.served)  # wrong input is told before the first prompt is taken
+        # Wrong input is told before the first prompt is taken.
+        Selection.parse(transfer, self._core.served, prefix="")
         params = sampling_params or SamplingParams(max_tokens=max_tokens, temperature=0.0, detokenize=False)
         params = SamplingParams(**{**_fields(params), "kv_transfer_params": transfer})
         items = iter(as_iterable(prompts))
@@ -489,6 +490,13 @@ class LLM:
                 "sampling_params", given, f"one SamplingParams, or one for each of {count} prompts"
             )
         return given
+
+
+def _listed(values: Any) -> Any:
+    """Arrays, tensors and tuples as lists."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    return list(values) if isinstance(values, tuple) else values
 
 
 def _hand_over(done: Done, index: int, output: RequestOutput) -> None:

@@ -61,41 +61,45 @@ class Selection:
     dtype: StorageDtype = "auto"
 
     @classmethod
-    def parse(cls, params: Mapping[str, Any] | None, served: ServedLayers) -> Selection:
+    def parse(
+        cls, params: Mapping[str, Any] | None, served: ServedLayers, prefix: str = "kv_transfer_params."
+    ) -> Selection:
         """Parse a request's ``kv_transfer_params``.
+
+        Args:
+            prefix: what stands before the fields' names where the user wrote them.
 
         Raises:
             InvalidInputError: an unknown field, a layer that is not served, or a value of the wrong form.
         """
         if not params:
             return cls(served.ids, served.own_columns)
-        prefix = "kv_transfer_params"
         if not isinstance(params, Mapping):
-            raise InvalidInputError(prefix, params, "an object")
+            raise InvalidInputError("kv_transfer_params", params, "an object")
         for name in params:
             if name not in FIELDS and name not in PASSIVE_FIELDS:
                 raise InvalidInputError(
-                    f"{prefix}.{name}", params[name], f"only the fields {', '.join(FIELDS)}"
+                    f"{prefix}{name}", params[name], f"only the fields {', '.join(FIELDS)}"
                 )
         layers = params.get("layers")
         ids, columns = served.ids, served.own_columns
         if layers is not None:
-            ids = parse_layers(layers, served.num_hidden_layers, f"{prefix}.layers")
+            ids = parse_layers(layers, served.num_hidden_layers, f"{prefix}layers")
             missing = [i for i in ids if i not in served.columns]
             if missing:
                 raise InvalidInputError(
-                    f"{prefix}.layers", layers, f"a subset of the served layers {format_layers(served.ids)}"
+                    f"{prefix}layers", layers, f"a subset of the served layers {format_layers(served.ids)}"
                 )
             columns = served.columns_of(ids)
         include = params.get("include_output_tokens", False)
         if not isinstance(include, bool):
-            raise InvalidInputError(f"{prefix}.include_output_tokens", include, "true or false")
+            raise InvalidInputError(f"{prefix}include_output_tokens", include, "true or false")
         dtype = params.get("dtype", "auto")
         if dtype is None:
             dtype = "auto"
         if dtype not in STORAGE_DTYPES:
-            raise InvalidInputError(f"{prefix}.dtype", dtype, ", ".join(STORAGE_DTYPES))
-        return cls(ids, columns, parse_tokens(params.get("tokens")), include, dtype)
+            raise InvalidInputError(f"{prefix}dtype", dtype, ", ".join(STORAGE_DTYPES))
+        return cls(ids, columns, parse_tokens(params.get("tokens"), f"{prefix}tokens"), include, dtype)
 
     def check_length(self, num_tokens: int) -> None:
         """Refuse a selection that keeps nothing of, or reaches outside, a sequence of at least ``num_tokens``

@@ -97,22 +97,27 @@ def test_a_record_of_another_prompt_under_the_same_id_is_made_again(extract: Ext
     assert read_record(results["p0"].path or "").token_ids.tolist() == [9] * 5
 
 
-def test_another_token_selection_is_made_again(extract: Extract) -> None:
+def test_another_token_selection_is_refused_unless_overwritten(extract: Extract) -> None:
     extract()
-    summary, results = extract(tokens="last")
-    assert summary.remade == 5
+    for tokens in ("last", slice(-2, None), [0], {"start": 1}):
+        with pytest.raises(
+            InvalidInputError, match=r"output: .* rows of a prompt of .*--tokens.*--overwrite"
+        ):
+            extract(tokens=tokens)
+    assert extract()[0].kept == 5, "nothing was lost"
+    summary, results = extract(tokens="last", overwrite=True)
+    assert (summary.written, summary.foreign_removed) == (5, 5)
     assert results["p3"].num_rows == 1
     assert extract(tokens="last")[0].kept == 5
-    assert extract(tokens=slice(-2, None))[0].remade == 5
-    assert extract(tokens=slice(-2, None))[0].kept == 5
+    assert extract(tokens=[-1])[0].kept == 5, "the same by another name"
 
 
 def test_a_selection_that_does_not_fit_a_prompt_fails_that_prompt_also_where_a_record_is(
     extract: Extract,
 ) -> None:
-    extract()
-    summary, results = extract(tokens=[9])
-    assert (summary.failed, summary.remade) == (2, 3)
+    extract(tokens=[0])
+    summary, results = extract(tokens=[9], overwrite=True)
+    assert (summary.failed, summary.written, summary.foreign_removed) == (2, 3, 5)
     assert "positions from -5 to 4" in (results["p0"].reason or "")
 
 
@@ -173,11 +178,12 @@ def test_generated_tokens_can_be_kept_and_such_a_run_goes_on(extract: Extract) -
     assert summary.written == 5
     assert results["p0"].num_rows == 5 + 6 - 1
     assert extract(**options)[0].kept == 5
-    assert extract(tokens=[-1, 0], **options)[0].remade == 5
-    assert extract(tokens=[-1, 0], **options)[0].kept == 5
-    assert extract(tokens={"start": 2}, **options)[0].remade == 5
-    assert extract(tokens={"start": 2}, **options)[0].kept == 5
-    assert extract(include_output_tokens=False)[0].remade == 5
+    for tokens in ([-1, 0], {"start": 2}):
+        assert extract(tokens=tokens, overwrite=True, **options)[0].written == 5
+        assert extract(tokens=tokens, **options)[0].kept == 5
+    with pytest.raises(InvalidInputError, match="--overwrite"):
+        extract(include_output_tokens=False)
+    assert extract(include_output_tokens=False, overwrite=True)[0].written == 5
 
 
 def test_float8_records_go_on_too(extract: Extract) -> None:

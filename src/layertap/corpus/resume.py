@@ -13,7 +13,7 @@ import torch
 from layertap.corpus.records import is_record
 from layertap.errors import CorruptRecordError, InvalidInputError
 from layertap.layers import LayerId, format_layers
-from layertap.layout import TOKEN_IDS, read_header
+from layertap.layout import HIDDEN_STATES, TOKEN_IDS, read_header
 from layertap.record import RecordCheck, parse_positions, verify_record
 from layertap.selection import Selection
 
@@ -29,6 +29,19 @@ class RunIdentity:
     selection: Selection
     most_output_tokens: int
     """Output tokens whose states a record may hold."""
+
+    def other_tokens(self, metadata: dict[str, str], num_rows: int) -> str | None:
+        """How the tokens that a record holds differ from those that this run keeps of such a prompt; None if
+        they may be the same."""
+        try:
+            num_prompt_tokens = int(metadata.get("num_prompt_tokens", ""))
+            listed = metadata.get("positions")
+            positions = range(num_rows) if listed is None else parse_positions(listed)
+        except ValueError:
+            return None  # it does not say
+        if _selected(positions, self, num_prompt_tokens):
+            return None
+        return f"{num_rows} rows of a prompt of {num_prompt_tokens} tokens, not those of this run's --tokens"
 
     def difference(self, metadata: dict[str, str]) -> str | None:
         """How a record of another run differs: ``"model 'a', not 'b'"``; None if it may be of this run."""
@@ -65,7 +78,11 @@ def claim_folder(folder: Path, run: RunIdentity, overwrite: bool) -> int:
             if not is_record(entry.name):
                 continue
             try:
-                difference = run.difference(read_header(entry.path).metadata)
+                header = read_header(entry.path)
+                difference = run.difference(header.metadata)
+                states = header.tensors.get(HIDDEN_STATES)
+                if difference is None and states is not None:
+                    difference = run.other_tokens(header.metadata, states.shape[0])
             except (CorruptRecordError, FileNotFoundError):
                 continue  # it is made again if this run needs it, and `layertap verify` tells of it otherwise
             if difference is None:
