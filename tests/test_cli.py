@@ -18,6 +18,7 @@ import pytest
 from layertap import cli
 from layertap.commands.engine_options import ENGINE_OPTIONS
 from layertap.commands.extract import parse_tokens_flag
+from layertap.commands.interrupt import ends_in_order
 from layertap.config import EngineConfig
 from layertap.errors import InvalidInputError
 
@@ -290,6 +291,47 @@ def test_an_unexpected_error_is_one_line_and_a_traceback_on_request(
     monkeypatch.setenv("LAYERTAP_DEBUG", "1")
     assert cli.main(["verify", str(states)]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+SLOW_TO_END = """
+import time
+from layertap.commands.interrupt import ends_in_order
+with ends_in_order():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        time.sleep(60)
+"""
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_TO_END],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    told = process.stderr.readline()
+    assert told == "layertap: ending with the step that runs; Ctrl-C again: at once\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == "layertap: ended at once\n"
+
+
+def test_where_interrupts_are_ignored_they_stay_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ends_in_order():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_exits_with_130_and_one_line(tiny: Callable[..., str], tmp_path: Path) -> None:

@@ -175,9 +175,10 @@ def _run(
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
+    from layertap.commands.interrupt import ends_in_order
     from layertap.commands.quiet import quiet_libraries
 
-    with quiet_libraries():
+    with quiet_libraries(), ends_in_order():
         from layertap.corpus.extract import extract_corpus, make_folder
         from layertap.corpus.prompts import count_lines
         from layertap.progress import Progress
