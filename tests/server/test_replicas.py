@@ -320,14 +320,21 @@ def test_a_signal_at_the_start_ends_server_and_engine_at_once(
 ) -> None:
     others = engines()
 
+    # Not before: a signal while the process is being made is noticed by the process itself, later.
+    loading = threading.Event()
+
+    def load_tokenizer(*args: object) -> None:
+        loading.set()
+        time.sleep(40)
+
     def signal_when_started() -> None:
-        while not (new := [e for e in engines() if e not in others]):
-            time.sleep(0.02)
-        groups.append(os.getpgid(new[0].pid))
+        assert loading.wait(30)
+        (new,) = (e for e in engines() if e not in others)
+        groups.append(os.getpgid(new.pid))
         os.kill(os.getpid(), signal.SIGTERM)
 
     groups: list[int] = []
-    monkeypatch.setattr("layertap.engine.loader.load_tokenizer", lambda *args: time.sleep(40))
+    monkeypatch.setattr("layertap.engine.loader.load_tokenizer", load_tokenizer)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # as in serve()
     thread = threading.Thread(target=signal_when_started)
     begun = time.monotonic()
