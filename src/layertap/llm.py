@@ -21,6 +21,7 @@ from layertap.config import SPECULATIVE_LAYERS, EngineConfig, check_engine_name,
 from layertap.connectors.transfer_config import KVTransferConfig
 from layertap.engine.collector import OutputCollector
 from layertap.engine.core import EngineCore
+from layertap.engine.hold import Hold, Owner
 from layertap.engine.loop import EngineLoop
 from layertap.engine.standing_heap import collections_put_off, standing_heap
 from layertap.errors import ExtractionError, InvalidInputError
@@ -218,7 +219,9 @@ class LLM:
         """
         checked: dict[int, OutputCollector] = {}
         tokens, at_once = 0, self._computed_while_checking()
-        held = False
+        owner = Owner()
+        hold = Hold(owner)
+        early = False
         try:
             with collections_put_off():
                 prompts = self.prompt_tokenizer.several(items)
@@ -227,20 +230,20 @@ class LLM:
                     checked[i] = self._collector(name, prompt, p, i, done)
                     tokens += len(prompt.token_ids)
                     if tokens >= at_once and i < len(items) - _LAST:
-                        if not held:
-                            self._loop.tell(self._core.hold)
-                            held = True
+                        early = True
+                        for collector in checked.values():
+                            for request in collector.requests:
+                                request.hold = hold
                         self._submit_all(checked, running)
-            if held:
+            if early:
                 longest = sorted(checked.items(), key=lambda item: -len(item[1].prompt.token_ids))
                 checked = dict(longest)
             self._submit_all(checked, running)
+            hold.released = True
         except BaseException:
+            hold.cancelled = True
             self._abort(running.values())
             raise
-        finally:
-            if held:
-                self._loop.tell(self._core.let_go)
 
     def _submit_all(self, checked: dict[int, OutputCollector], running: dict[int, OutputCollector]) -> None:
         """Move what is checked to what runs."""
@@ -475,7 +478,7 @@ class LLM:
     def _abort(self, collectors: Iterable[OutputCollector]) -> None:
         for collector in collectors:
             for request in collector.requests:
-                self._loop.abort(request.request_id)
+                self._loop.abort(request)
 
     @staticmethod
     def _params_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from layertap import LLM, InvalidInputError, SamplingParams, reader
 from layertap.engine.core import EngineCore
+from layertap.engine.hold import Hold
 from layertap.prompts import PromptTokenizer
 from small_jobs import all_blocks_free, file_config, published, wait_until
 
@@ -72,8 +74,8 @@ def test_outputs_are_those_of_a_call_that_is_checked_before(
         torch.testing.assert_close(
             reader.open(path).hidden_states, record.hidden_states, rtol=1e-4, atol=1e-5
         )
-    assert llm._core._holds == 0
-    assert not llm._core.scheduler.more_to_come
+    llm.stats()
+    assert not llm._core._holds
 
 
 @pytest.mark.parametrize("wrong", [[1, "two"], [], [10**9]])
@@ -109,7 +111,7 @@ def test_other_calls_go_on_afterwards(
         with pytest.raises(InvalidInputError):
             llm.generate([*PROMPTS, [-1]], PARAMS)
     assert len(list(llm.extract(PROMPTS))) == len(PROMPTS)
-    assert llm._core._holds == 0
+    assert not llm._core._holds
 
 
 def test_of_the_last_prompts_the_longest_go_first(
@@ -134,3 +136,60 @@ def test_of_the_last_prompts_the_longest_go_first(
     order.clear()
     llm.generate(prompts[-3:], PARAMS)
     assert order == [3, 8, 1], "of a short call all are computed as they come"
+
+
+@pytest.mark.parametrize("moment", ["cancelled", "owner gone"])
+def test_a_call_that_is_interrupted_leaves_nothing(
+    moment: str,
+    make_llm: Callable[..., LLM],
+    tiny: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: None,
+) -> None:
+    """Also where a second interrupt comes before its requests are aborted, or the first one says so."""
+    llm = make_llm(
+        tiny("llama"), layers=[1], kv_transfer_config=file_config(tmp_path), max_num_batched_tokens=8
+    )
+    seen = slow_check(llm, 15, monkeypatch)
+    collector = LLM._collector
+
+    def interrupted(self: LLM, name: str, prompt: Any, *rest: Any) -> Any:
+        if prompt.token_ids == PROMPTS[17]:
+            raise KeyboardInterrupt
+        return collector(self, name, prompt, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "_collector", interrupted)
+        patch.setattr(LLM, "_abort", lambda self, collectors: None)
+        if moment == "owner gone":
+            patch.setattr(Hold, "cancelled", property(lambda self: False, lambda self, value: None))
+        try:
+            llm.generate(PROMPTS, PARAMS)
+        except KeyboardInterrupt:
+            pass
+        else:
+            pytest.fail("not interrupted")
+        assert seen
+        wait_until(lambda: not llm._core.requests)
+    wait_until(lambda: all_blocks_free(llm))
+    assert published(tmp_path) == []
+    assert len(llm.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+
+
+def test_a_wrong_call_does_not_end_another_ones_request_of_the_same_id(
+    make_llm: Callable[..., LLM], tiny: Callable[..., str], at_once: None
+) -> None:
+    llm = make_llm(tiny("llama"), layers=[1], max_num_batched_tokens=8)
+    outputs: list[Any] = []
+    long = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True, detokenize=False)
+    thread = threading.Thread(
+        target=lambda: outputs.extend(llm.generate([[3, 4, 5]], long, request_ids=["x"], on_error="return"))
+    )
+    thread.start()
+    wait_until(lambda: "x" in llm._core.requests)
+    with pytest.raises(InvalidInputError):
+        llm.generate([*PROMPTS, [-1]], PARAMS, request_ids=["x", *(f"q{i}" for i in range(20))])
+    thread.join(60)
+    assert outputs[0].error is None
+    assert len(outputs[0].outputs[0].token_ids) == 80

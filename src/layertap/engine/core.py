@@ -22,6 +22,7 @@ from layertap.engine.compile import compile_runner, wants_compiled
 from layertap.engine.cpu_memory import keep_freed_memory
 from layertap.engine.detokenizer import Detokenizer
 from layertap.engine.device_start import DeviceStart
+from layertap.engine.hold import Hold
 from layertap.engine.memory import cache_bytes, num_blocks_for
 from layertap.engine.postprocess import Postprocessor
 from layertap.engine.request import Request, RequestStatus
@@ -159,7 +160,7 @@ class EngineCore:
         """Requests whose blocks the connector still reads."""
         self._launched: deque[_Launched] = deque()
         self._clock = StepClock()
-        self._holds = 0
+        self._holds: set[Hold] = set()
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.start_phases.end("connector")
@@ -190,14 +191,17 @@ class EngineCore:
         if request.request_id in self.requests:
             raise InvalidInputError("request_id", request.request_id, "an id that no running request has")
         self.requests[request.request_id] = request
+        if request.hold is not None:
+            self._holds.add(request.hold)
         self.scheduler.add(request)
 
-    def abort(self, request_id: str) -> None:
-        """End a request wherever it is. Its blocks return; nothing is published for it. Unknown ids are
-        ignored."""
+    def abort(self, wanted: Request | str) -> None:
+        """End a request, or the one with an id, wherever it is. Its blocks return; nothing is published for
+        it. Unknown ones are ignored."""
+        request_id = wanted if isinstance(wanted, str) else wanted.request_id
         request = self.requests.get(request_id)
-        if request is None:
-            return
+        if request is None or wanted not in (request, request_id):
+            return  # another call's has this id
         request.error = ExtractionError(request_id, "aborted", "aborted")
         if request_id in self._leaving:
             assert self.connector is not None
@@ -210,16 +214,23 @@ class EngineCore:
         request.model_state = None
         self._finish(request)
 
-    def hold(self) -> None:
-        """Compute, but hand nothing out, until :meth:`let_go`: the prompts of a call are still being checked,
-        and where one is wrong nothing of the call is to be seen."""
-        self._holds += 1
-        self.scheduler.more_to_come = True
+    def _look_at_holds(self) -> None:
+        """Forget those that were released, and end the requests of those that will not be."""
+        if not self._holds:
+            return
+        for hold in [h for h in self._holds if h.lost]:
+            self._holds.remove(hold)
+            for request in [r for r in self.requests.values() if r.hold is hold]:
+                self.abort(request)
+        self._holds = {h for h in self._holds if not h.released}
 
-    def let_go(self) -> None:
-        """The end of a :meth:`hold`."""
-        self._holds -= 1
-        self.scheduler.more_to_come = self._holds > 0
+    @staticmethod
+    def _holds_back(step: _Launched) -> bool:
+        """Whether there are requests in it of which nothing may be handed out yet."""
+        return any(
+            r.hold is not None and not r.hold.released and not r.status.finished
+            for r in (s.request for s in step.output.scheduled)
+        )
 
     # --- the step ------------------------------------------------------------------------------------------
 
@@ -235,27 +246,29 @@ class EngineCore:
         """
         progressed = self._collect()
         self._clock.look()
-        if self._holds and len(self._launched) > 1:
+        self._look_at_holds()
+        if len(self._launched) > 1 and self._holds_back(self._launched[0]):
             time.sleep(_LOOK_SECONDS)
             return True
         if self._gains_by_waiting():
             self._pause()
-            while self._launched and self._launched[0].there and not self._holds:
+            while self._launched and self._launched[0].there and not self._holds_back(self._launched[0]):
                 self._finalize(self._launched.popleft())
             return True
+        self.scheduler.more_to_come = bool(self._holds)
         output = self.scheduler.schedule()
         for request in output.preempted:
             logger.debug("request %s was preempted", request.request_id)
         if output.scheduled:
             self._launch(output)
             progressed = True
-        if self._holds:
-            if not progressed:
-                time.sleep(_LOOK_SECONDS)
-            return True
         # A step's tokens are looked at one step later where nothing depends on them sooner.
         keep = 1 if output.scheduled and self._may_lag(output) else 0
         while len(self._launched) > keep:
+            if self._holds_back(self._launched[0]):
+                if not progressed:
+                    time.sleep(_LOOK_SECONDS)
+                return True
             self._tell_until_computed(self._launched[0])
             self._await(self._launched[0])
             self._finalize(self._launched.popleft())

@@ -24,6 +24,11 @@ class _Call:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request: Request | str
+
+
 class EngineClosedError(LayertapError, RuntimeError):
     """The engine has been closed, or its thread died."""
 
@@ -37,7 +42,7 @@ class EngineLoop:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self._inbox: queue.SimpleQueue[Request | str | _Call | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Request | _Abort | _Call | None] = queue.SimpleQueue()
         self._closed = False
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -58,9 +63,10 @@ class EngineLoop:
             self.check()
             self._inbox.put(request)
 
-    def abort(self, request_id: str) -> None:
-        """End a request; its ``on_output`` is called with the outcome. Unknown ids are ignored."""
-        self._inbox.put(request_id)
+    def abort(self, request: Request | str) -> None:
+        """End a request; its ``on_output`` is called with the outcome. An id is that of whatever request has
+        it; unknown ones are ignored."""
+        self._inbox.put(_Abort(request))
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread, between two steps, and return its result."""
@@ -76,11 +82,6 @@ class EngineLoop:
         if call.error is not None:
             raise call.error
         return call.result
-
-    def tell(self, function: Callable[[], Any]) -> None:
-        """Have a function run on the engine's thread, between two steps, behind what was submitted before. It
-        is not waited for; an engine that is closed leaves it out."""
-        self._inbox.put(_Call(function, threading.Event()))
 
     def close(self) -> None:
         """Abort what runs and end the thread. Safe to call twice."""
@@ -124,8 +125,8 @@ class EngineLoop:
             block = False
             if item is None:
                 return False
-            if isinstance(item, str):
-                self.core.abort(item)
+            if isinstance(item, _Abort):
+                self.core.abort(item.request)
             elif isinstance(item, _Call):
                 self._answer(item)
             else:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
+from layertap.engine.hold import Hold
 from layertap.errors import ExtractionError
 from layertap.outputs import Logprob, RequestMetrics
 from layertap.prompts import TokenizedPrompt
@@ -51,6 +52,8 @@ class Request:
     """Tokens to generate at most; 0 with an engine that extracts only."""
     cache_salt: bytes = b""
     """Anything beside the token ids that changes the states; part of every block hash."""
+    hold: Hold | None = None
+    """Nothing of it is handed out before that is released."""
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
