@@ -251,18 +251,41 @@ def test_a_step_ends_with_prompts_that_fit(lengths: list[int], steps: list[list[
 
 
 def test_nobody_is_passed_over_twice() -> None:
-    """However many arrive that fit better."""
+    """However many arrive that fit better, also where others generate, so that no step has room for it."""
     rng = random.Random(0)
-    scheduler = Scheduler(BlockPool(4000, False), BLOCK, 1024, 64, fill_with_whole=True)
-    scheduler.add(make_request("first", 900, 0, rng))
+    scheduler = Scheduler(BlockPool(40000, False), BLOCK, 1024, 256, fill_with_whole=True)
+    for i in range(100):
+        scheduler.add(make_request(f"generates {i}", 4, 10**6, rng))
+    scheduler.schedule()
+    for request in scheduler.running:
+        request.output_token_ids.append(3)
     scheduler.add(make_request("waits", 1000, 0, rng))
-    for i in range(9):
-        scheduler.add(make_request(f"small {i}", 124, 0, rng))
-    steps = []
+    begun = []
     for i in range(3):
-        steps.append([s.request.request_id for s in scheduler.schedule().scheduled])
-        scheduler.running.clear()
-        for k in range(9):
-            scheduler.add(make_request(f"late {i} {k}", 124, 0, rng))
-    assert steps[0] == ["first", "small 0"]
-    assert steps[1][0] == "waits"
+        for k in range(20):
+            scheduler.add(make_request(f"small {i} {k}", 132, 0, rng))  # seven of them fit exactly
+        scheduled = scheduler.schedule().scheduled
+        assert sum(s.num_tokens for s in scheduled) > 1000, "full"
+        begun.append(any(s.request.request_id == "waits" for s in scheduled))
+        for s in scheduled:
+            if s.samples:
+                s.request.output_token_ids.append(3)
+        scheduler.running = [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens]
+    assert begun == [False, True, True]
+
+
+def test_whoever_generates_gets_a_token_in_each_step() -> None:
+    rng = random.Random(0)
+    scheduler = Scheduler(BlockPool(9000, False), BLOCK, 256, 256, last_in_two=True)
+    for i in range(200):
+        scheduler.add(make_request(str(i), 1, 100, rng))
+    steps = 0
+    while scheduler.has_requests and steps < 300:
+        steps += 1
+        for s in scheduler.schedule().scheduled:
+            assert s.samples
+            s.request.output_token_ids.append(3)
+        ended = [r for r in scheduler.running if len(r.output_token_ids) == 100]
+        for request in ended:
+            scheduler.running.remove(request)
+    assert steps <= 101

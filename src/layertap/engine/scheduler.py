@@ -68,8 +68,8 @@ class Scheduler:
         while the GPU computes the second, and fewer are left to store when it is done."""
         self.fill_with_whole = fill_with_whole
         """Fill the end of a step with waiting prompts that fit exactly, if there are such, rather than with
-        the beginning of one. The first that waits is passed over only if it does not fit, and is the first of
-        the next step."""
+        the beginning of one. The first that waits is passed over only if it does not fit, and only once."""
+        self._passed_over: Request | None = None
         self.more_to_come = False
         """What is here is not all that is left, for certain."""
         self.waiting: deque[Request] = deque()
@@ -131,6 +131,8 @@ class Scheduler:
         most = self.max_num_batched_tokens
         if not self.last_in_two or self.more_to_come:
             return most
+        if any(request.output_token_ids for request in self.running):
+            return most  # whoever generates gets a token in each step
         left = self._tokens_left()
         return -(-left // 2) if most // 2 < left <= most else most
 
@@ -227,17 +229,22 @@ class Scheduler:
     def _end_with_whole(self, budget: int, out: SchedulerOutput) -> bool:
         """Admit prompts that fill what is left of a step, or all but a little, and end it with them. False if
         there are none, or it is too early to choose."""
-        first = self.waiting[0].num_tokens
-        if first > self.max_num_batched_tokens:
-            return False  # that is cut anyway
-        if budget > self.max_num_batched_tokens // _END and first <= budget:
+        first = self.waiting[0]
+        if first is self._passed_over or first.num_tokens > self.max_num_batched_tokens:
+            return False  # it is its turn, or it is cut anyway
+        if budget > self.max_num_batched_tokens // _END and first.num_tokens <= budget:
             return False
         room = self.max_num_seqs - len(self.running)
         lengths = [request.num_tokens for request in itertools.islice(self.waiting, _CHOICE)]
+        little = self.max_num_batched_tokens // _LITTLE
+        if sum(lengths) < budget - little:
+            return False
         chosen = _fitting(lengths, budget, room)
         left = budget - sum(lengths[i] for i in chosen)
-        if not chosen or left > self.max_num_batched_tokens // _LITTLE:
+        if not chosen or left > little:
             return False
+        if chosen[0] != 0:
+            self._passed_over = first
         for gone, i in enumerate(chosen):
             used = self._admit_one(i - gone, budget, out)
             if used is None:
