@@ -178,6 +178,7 @@ def test_records_that_take_turns_use_the_same_blocks_whatever_may_lie_unused() -
     where = {other.data_ptr() for other in others}
     del others
     assert memory.kept_bytes == 50 * MB, "with the one in use as much as was in use at once"
+    assert memory.lent_bytes == 30 * MB
     again = [make(memory, 10) for _ in range(5)]
     assert {other.data_ptr() for other in again} == where
     del again
@@ -185,4 +186,16 @@ def test_records_that_take_turns_use_the_same_blocks_whatever_may_lie_unused() -
     assert memory.kept_bytes == 20 * MB, "of another size: no more in all than before"
     del record, large
     assert memory.kept_bytes == 60 * MB
-    assert memory.lent_bytes >= 40 * MB, "nobody has any"
+    assert memory.lent_bytes >= 40 * MB
+
+
+def test_what_was_in_use_long_ago_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = RecordMemory(20 * MB)
+    many = [make(memory, 10) for _ in range(9)]
+    one = make(memory, 10)
+    del many
+    assert (memory.kept_bytes, memory.lent_bytes) == (90 * MB, 70 * MB)
+    monkeypatch.setattr(record_memory, "_LATELY", 0.0)
+    other = make(memory, 10)
+    assert memory.kept_bytes <= 20 * MB
+    del one, other

@@ -11,6 +11,7 @@ import math
 import mmap
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -25,6 +26,8 @@ _LEAST = 8 << 20
 _LARGE_PAGE = 2 << 20
 _WASTE = 4  # a block may be larger than what is put into it by a quarter
 _MOST_KEPT = 4 << 30
+_LATELY = 60.0
+"""Seconds."""
 
 
 class RecordMemory:
@@ -33,8 +36,8 @@ class RecordMemory:
     What other processes are given of a tensor (``share_memory_``) is a copy: arrays that were made of the
     tensor before lose their memory then, here as elsewhere, and may show another record's.
 
-    As much is kept as records have been in use at once. When none is any more, what is more than
-    ``most_kept`` stays at hand, but the system may take it where it needs memory.
+    With what is in use, no more is kept than records have been in use at once in the last minute. Of what is
+    more than ``most_kept`` the system may take the memory where it needs some.
 
     Args:
         most_kept: bytes; None takes 4 GiB, and a sixteenth of a smaller machine's memory.
@@ -52,7 +55,9 @@ class RecordMemory:
         self._used = 0
         """Bytes in use."""
         self._most_used = 0
-        """At once."""
+        """At once, lately."""
+        self._most_used_at = 0.0
+        """In seconds on ``time.monotonic()``'s clock."""
         self._closed = False
 
     @property
@@ -114,7 +119,7 @@ class RecordMemory:
                 best = min(fitting, key=len, default=None)
                 if best is not None:
                     blocks.remove(best)
-                    self._used += len(best)
+                    self._use(len(best))
                     break
         unneeded.clear()
         return best
@@ -122,10 +127,16 @@ class RecordMemory:
     def _note_use(self, block: mmap.mmap) -> None:
         """Of one that did not lie here."""
         with self._lock:
-            self._used += len(block)
-            self._most_used = max(self._most_used, self._used)
+            self._use(len(block))
             unneeded = self._settle()
         unneeded.clear()
+
+    def _use(self, num_bytes: int) -> None:
+        """Under the lock."""
+        self._used += num_bytes
+        now = time.monotonic()
+        if self._used >= self._most_used or now - self._most_used_at > _LATELY:
+            self._most_used, self._most_used_at = self._used, now
 
     def _give_back(self, block: mmap.mmap) -> None:
         self._returned.append(block)
@@ -137,7 +148,8 @@ class RecordMemory:
             unneeded.clear()
 
     def _settle(self) -> list[mmap.mmap]:
-        """Take in what has come back. Under the lock.
+        """Take in what has come back, and lend what is more than is kept for certain. Under the lock: a block
+        that is lent must not be in use.
 
         Returns:
             What is too much, the oldest: to be let go of without the lock, as that takes a while.
@@ -153,22 +165,17 @@ class RecordMemory:
             block = (self._lent or self._free).popleft()
             kept -= len(block)
             unneeded.append(block)
-        if self._used == 0:
-            self._lend(unneeded)
-        return unneeded
-
-    def _lend(self, unneeded: list[mmap.mmap]) -> None:
-        """Of what is more than may be kept for ever."""
-        kept = _bytes_of(self._free)
-        while kept > self._most_kept:
+        certain = _bytes_of(self._free)
+        while certain > self._most_kept:
             block = self._free.popleft()
-            kept -= len(block)
+            certain -= len(block)
             try:
                 block.madvise(mmap.MADV_FREE)
             except OSError:  # this system has no such thing
                 unneeded.append(block)
             else:
                 self._lent.append(block)
+        return unneeded
 
 
 def _bytes_of(blocks: Iterable[mmap.mmap]) -> int:
