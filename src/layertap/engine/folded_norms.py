@@ -5,13 +5,18 @@ layer's, once, and ``s`` a number for each row. Rounding differs, and is no more
 in the rows, now they are weights. A norm then reads rows and writes nothing; where the product before it made
 the rows, it does not even read them (``row_scale``). On an H200 that is 0.8 % of the time of a layer of
 Qwen3-8B.
+
+Which norms these are is seen while the model runs over a few tokens: of their outputs products are made, by
+modules that multiply nothing else, and nothing but that happens to them.
 """
 
 from __future__ import annotations
 
 import logging
 import types
+import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +30,6 @@ from layertap.engine.fused_products import LEAST_ROWS
 from layertap.engine.merged_mlp import fused_forward
 from layertap.engine.plan import position_arguments
 from layertap.engine.row_scale import row_scale
-from layertap.engine.self_check import difference
 
 logger = logging.getLogger("layertap")
 
@@ -41,7 +45,12 @@ class _Norm:
 
     module: Any
     eps: float
-    out: torch.Tensor
+    x: torch.Tensor
+    version: int
+    """Of ``x``: another one after something has changed it in place."""
+    out: torch.Tensor | None
+    copy: torch.Tensor
+    """What ``out`` was."""
     products: list[Any] = field(default_factory=list)
     """Modules that multiply it by weights of theirs."""
     foldable: bool = True
@@ -51,62 +60,42 @@ class _Norm:
         return [_weight_of(product) for product in self.products]
 
 
-@torch.inference_mode()
+@torch.no_grad()  # and not inference_mode: the versions of tensors are asked for
 def fold_norms(decoder: nn.Module, layers: nn.ModuleList, vocab_size: int) -> int:
-    """Fold every norm of which nothing but products is made. Returns how many there were.
-
-    Which those are is seen in a forward over a few tokens; and each layer gives what it gave before, or stays
-    as it was.
-    """
+    """Fold every norm of which nothing but products is made. Returns how many there were."""
     weight = next(decoder.parameters())
     if weight.dtype == torch.float16:
         return 0  # small weights times small ones may be too small for it
+    if not any(_may_take_scale(module) for layer in layers for module in layer.modules()):
+        return 0
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab_size, (1, LEAST_ROWS), generator=generator).to(weight.device)
-    uses = Counter(id(parameter) for _, parameter in decoder.named_parameters(remove_duplicate=False))
     positions = torch.arange(LEAST_ROWS, device=weight.device)[None]
-    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
-
-    def note(*call: Any) -> None:
-        calls.append(call)
-
-    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
-        decoder(input_ids=ids, use_cache=False, **position_arguments(decoder, positions))
-    except Exception as error:  # noqa: BLE001 - a model that takes something else; it runs as it is
-        logger.debug("norms are not folded: %s: %s", type(error).__name__, error)
+        with _Watch(decoder, layers) as watch:
+            decoder(input_ids=ids, use_cache=False, **position_arguments(decoder, positions))
+        return sum(_fold_checked(norm) for norm in watch.foldable())
+    except Exception as error:  # noqa: BLE001 - a model that takes something else, or too little memory
+        logger.debug("norms are not folded, or not all: %s: %s", type(error).__name__, error)
         return 0
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return sum(_fold_layer(layer, args, kwargs, uses) for layer, args, kwargs in calls)
 
 
-def _fold_layer(layer: nn.Module, args: Any, kwargs: Any, uses: Counter[int]) -> int:
-    def run() -> torch.Tensor:
-        out = layer(*args, **kwargs)
-        states = out[0] if isinstance(out, tuple) else out
-        assert isinstance(states, torch.Tensor)
-        return states[0]
-
-    with _Watch(layer) as watch:
-        expected = run()
-    folded = 0
-    for norm in watch.norms:
-        weights = norm.weights()
-        if not norm.foldable or not weights or any(uses[id(weight)] != 1 for weight in weights):
-            continue
-        before = _fold(norm)
-        if difference(run(), expected) <= _TOLERANCE.get(expected.dtype, _ROUNDING):
-            folded += 1
-        else:
-            _unfold(norm, before)
-    return folded
-
-
-def _fold(norm: _Norm) -> list[torch.Tensor]:
-    """Returns the weights that the products had."""
+def _fold_checked(norm: _Norm) -> bool:
+    """Fold a norm if its products give what they gave, or leave them as they were."""
     before = [weight.clone() for weight in norm.weights()]
+    expected = [_product_of(product)(norm.copy) for product in norm.products]
+    ok = False
+    try:
+        _fold(norm)
+        got = [_product_of(product)(norm.x) for product in norm.products]
+        ok = all(_close(g, e) for g, e in zip(got, expected, strict=True))
+    finally:
+        if not ok:
+            _unfold(norm, before)
+    return ok
+
+
+def _fold(norm: _Norm) -> None:
     factors = norm.module.weight.float()
     for product, weight in zip(norm.products, norm.weights(), strict=True):
         for rows in torch.split(weight.data, _ROWS_AT_ONCE):
@@ -115,18 +104,35 @@ def _fold(norm: _Norm) -> list[torch.Tensor]:
         forward = _gated_forward if _is_gated(product) else _linear_forward
         product.forward = types.MethodType(forward, product)
     norm.module.forward = types.MethodType(_nothing, norm.module)
-    return before
 
 
 def _unfold(norm: _Norm, before: list[torch.Tensor]) -> None:
     for product, weight, old in zip(norm.products, norm.weights(), before, strict=True):
         weight.data.copy_(old)
-        del product.norm_eps
+        vars(product).pop("norm_eps", None)
+        vars(product).pop("forward", None)
         if _is_gated(product):
             product.forward = types.MethodType(fused_forward, product)
-        else:
-            del product.forward
-    del norm.module.forward
+    vars(norm.module).pop("forward", None)
+
+
+def _product_of(product: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a module multiplies, without what it does with that."""
+    if not _is_gated(product):
+        return lambda x: product.forward(x)
+    eps = getattr(product, "norm_eps", None)
+
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        scale = None if eps is None else row_scale(x, eps)
+        out: torch.Tensor = torch.ops.layertap.gated_product(x, product.gate_up_weight, scale)
+        return out
+
+    return gated
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    difference = (got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
+    return bool(difference <= _TOLERANCE.get(expected.dtype, _ROUNDING))
 
 
 def _nothing(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -165,60 +171,111 @@ _LOOKS = {
 
 
 class _Watch(TorchFunctionMode):
-    """Sees what is done with the outputs of norms while a layer runs."""
+    """Sees what is done with the outputs of norms, and with the weights of products, while a model runs."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, decoder: nn.Module, layers: nn.ModuleList) -> None:
         super().__init__()
-        self.norms: list[_Norm] = []
+        self._norms: list[_Norm] = []
+        self._by_output: dict[int, _Norm] = {}
         self._products: dict[int, Any] = {}
         """Modules by the weights that they multiply by."""
-        self._hooks = []
-        for module in layer.modules():
+        self._elsewhere: set[int] = set()
+        """Weights that have met something else."""
+        self._returned: list[Any] = []
+        self._runs: Counter[int] = Counter()
+        """Of each norm."""
+        self._hooks: list[Any] = []
+        # How often the decoder has a parameter: shared ones stay as they are.
+        self._places = Counter(id(p) for _, p in decoder.named_parameters(remove_duplicate=False))
+        for module in decoder.modules():
             if _may_be_norm(module):
-                self._hooks.append(module.register_forward_hook(self._ran))
-            elif _may_take_scale(module):
-                self._products[id(_weight_of(module))] = module
+                hook = module.register_forward_hook(self._ran, with_kwargs=True)
+                self._hooks.append(hook)
+        for layer in layers:
+            self._hooks.append(layer.register_forward_hook(self._layer_ran))
+            for module in layer.modules():
+                if _may_take_scale(module):
+                    self._products[id(_weight_of(module))] = module
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
-    def _ran(self, module: Any, args: Any, out: Any) -> None:
+    def foldable(self) -> Iterator[_Norm]:
+        """The norms that may be folded. Asked once, after the run."""
+        self._by_output.clear()
+        for norm in self._norms:
+            weights = [norm.module.weight, *norm.weights()]
+            alone = all(self._places[id(weight)] == 1 for weight in weights)
+            elsewhere = any(id(weight) in self._elsewhere for weight in weights)
+            assert norm.out is not None
+            left = weakref.ref(norm.out)
+            norm.out = None
+            kept = left() is not None  # somebody has it still
+            once = self._runs[id(norm.module)] == 1
+            if norm.foldable and norm.products and alone and once and not elsewhere and not kept:
+                yield norm
+
+    def _ran(self, module: Any, args: Any, kwargs: Any, out: Any) -> None:
         with torch._C.DisableTorchFunction():
+            self._runs[id(module)] += 1
             eps = _eps_of(module)
-            if eps is not None and len(args) == 1 and _is_normed(module, args[0], out, eps):
-                self.norms.append(_Norm(module, eps, out))
+            if eps is None or len(args) != 1 or kwargs or not _is_normed(module, args[0], out, eps):
+                return
+            x = args[0]
+            norm = _Norm(module, eps, x, x._version, out, out.clone())
+            self._norms.append(norm)
+            self._by_output[id(out)] = norm
+
+    def _layer_ran(self, layer: Any, args: Any, out: Any) -> None:
+        for tensor in _tensors(out):
+            norm = self._by_output.get(id(tensor))
+            if norm is not None:
+                norm.foldable = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _LOOKS:
-            for norm in self.norms:
-                if _holds(norm.out, args) or _holds(norm.out, kwargs.values()):
-                    self._note(norm, func, args, kwargs)
+            self._see(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _note(self, norm: _Norm, func: Any, args: Any, kwargs: Any) -> None:
-        product = None
-        if len(args) >= 2 and args[0] is norm.out and not kwargs and all(a is None for a in args[2:]):
-            product = self._products.get(id(args[1]))
+    def _see(self, func: Any, args: Any, kwargs: Any) -> None:
+        given = [*_tensors(args), *_tensors(kwargs)]
+        first = args[0] if args else None
+        norm = self._by_output.get(id(first))
+        product = self._products.get(id(args[1])) if len(args) > 1 else None
         called = _GATED_PRODUCTS if product is not None and _is_gated(product) else (F.linear,)
-        if product is not None and func in called and product not in norm.products:
+        plain = not kwargs and func in called and all(a is None for a in args[2:])
+        if norm is not None and product is not None and plain and product not in norm.products:
             norm.products.append(product)
-        else:
-            norm.foldable = False
+            if norm.x._version != norm.version:
+                norm.foldable = False
+            given = given[2:]
+        for tensor in given:
+            if (other := self._by_output.get(id(tensor))) is not None:
+                other.foldable = False
+            if id(tensor) in self._products:
+                self._elsewhere.add(id(tensor))
 
 
-def _holds(tensor: torch.Tensor, values: Any) -> bool:
-    return any(
-        value is tensor or (isinstance(value, tuple | list) and _holds(tensor, value)) for value in values
-    )
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _tensors(value)
 
 
 def _may_be_norm(module: Any) -> bool:
     parameters: dict[str, Any] = module._parameters
     weight = parameters.get("weight")
-    return len(parameters) == 1 and weight is not None and weight.dim() == 1 and not module._modules
+    if len(parameters) != 1 or weight is None or weight.dim() != 1:
+        return False
+    return not module._modules and "forward" not in vars(module)
 
 
 def _may_take_scale(module: Any) -> bool:
