@@ -270,6 +270,7 @@ def test_nothing_runs_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch
         (lambda layer, n: layer.a(n) * n.mean(), 0),
         (lambda layer, n: layer.a(torch.cat([n, n]))[:1], 0),
         (lambda layer, n: F.linear(n, layer.a.weight.T), 0),
+        (lambda layer, n: F.linear(n, layer.a.weight), 0),
         (lambda layer, n: F.linear(n, layer.a.weight, layer.a.weight[0]), 0),
         (lambda layer, n: layer.a(n) + layer.a(n), 0),
         (lambda layer, n: layer.a(n.mul_(2)), 0),

@@ -181,7 +181,8 @@ class _Watch(TorchFunctionMode):
         """Modules by the weights that they multiply by."""
         self._elsewhere: set[int] = set()
         """Weights that have met something else."""
-        self._returned: list[Any] = []
+        self._running: list[Any] = []
+        """Modules of products, the innermost last."""
         self._runs: Counter[int] = Counter()
         """Of each norm."""
         self._hooks: list[Any] = []
@@ -196,6 +197,8 @@ class _Watch(TorchFunctionMode):
             for module in layer.modules():
                 if _may_take_scale(module):
                     self._products[id(_weight_of(module))] = module
+                    self._hooks.append(module.register_forward_pre_hook(self._begins))
+                    self._hooks.append(module.register_forward_hook(self._ends))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -228,6 +231,12 @@ class _Watch(TorchFunctionMode):
             self._norms.append(norm)
             self._by_output[id(out)] = norm
 
+    def _begins(self, module: Any, args: Any) -> None:
+        self._running.append(module)
+
+    def _ends(self, module: Any, args: Any, out: Any) -> None:
+        self._running.pop()
+
     def _layer_ran(self, layer: Any, args: Any, out: Any) -> None:
         for tensor in _tensors(out):
             norm = self._by_output.get(id(tensor))
@@ -247,6 +256,7 @@ class _Watch(TorchFunctionMode):
         product = self._products.get(id(args[1])) if len(args) > 1 else None
         called = _GATED_PRODUCTS if product is not None and _is_gated(product) else (F.linear,)
         plain = not kwargs and func in called and all(a is None for a in args[2:])
+        plain = plain and self._running[-1:] == [product]  # its own forward, which is to be another one
         if norm is not None and product is not None and plain and product not in norm.products:
             norm.products.append(product)
             if norm.x._version != norm.version:
