@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from layertap.sampling_params import SamplingParams
 
 _SLICE = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
+_LINE_SECONDS = 30.0  # between two lines of progress in a log
 _ROWS_SHOWN = 12
 _TOKENS_ALLOWED = "all, last, a slice like 0:16 or -8:, or positions like 0,5,-1"
 _GENERATION = "Generation"
@@ -198,7 +199,7 @@ def _run(
 
         def started(_: object) -> None:
             nonlocal progress
-            progress = Progress(total, shown=terminal)
+            progress = Progress(total, shown=terminal, every=None if terminal else _LINE_SECONDS)
             progress.__enter__()
 
         def tell(result: CorpusResult) -> None:
