@@ -105,8 +105,8 @@ def test_selection_dtype_and_generated_tokens(extract: Extract, model: str) -> N
     ids = record.token_ids.tolist()
     assert len(ids) == results["p0"].num_rows == 5 + 6 - 1
     reference.assert_states(record.hidden_states, reference.states(model, ids)[:, [4, 1, 5]], 1e-3)
-    summary, results = extract(storage_dtype="float16", tokens=[-1, 0], **options)
-    assert summary.remade == 5
+    summary, results = extract(storage_dtype="float16", tokens=[-1, 0], overwrite=True, **options)
+    assert summary.written == 5
     assert read_record(results["p1"].path or "").token_ids.tolist()[1] == PROMPTS[1]["prompt_token_ids"][0]
     assert extract(storage_dtype="float16", tokens=[-1, 0], limit=3, **options)[0].kept == 3
 
@@ -216,7 +216,10 @@ def test_the_command_in_processes_of_its_own_killed_and_run_again(
         stdout, err = process.communicate(timeout=60)  # until nobody holds its standard output any more
         assert process.returncode == status, err
         if signal_number == signal.SIGINT:
-            assert own_words(err) == ["layertap: interrupted; run the same command again to go on"]
+            *before, last = own_words(err)
+            assert last == "layertap: interrupted; run the same command again to go on"
+            # Said where vLLM takes longer than a second to end.
+            assert before in ([], ["layertap: ending with the step that runs; Ctrl-C again: at once"])
             assert all(
                 json.loads(line)["id"] for line in stdout.splitlines()
             )  # vLLM prints nothing in between
