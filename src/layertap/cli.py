@@ -16,6 +16,7 @@ import typer
 
 from layertap import __version__
 from layertap.commands import extract, inspect, verify
+from layertap.commands.interrupt import INTERRUPTED
 from layertap.commands.output import print_error
 from layertap.commands.quiet import DEBUG_VARIABLE, configure_logging, debugging
 from layertap.errors import InvalidInputError
@@ -28,7 +29,6 @@ _OWN_FLAGS = ("serve",)
 _EPILOG = (
     "Start here: layertap extract smollm2 --prompt 'The future of AI is' --layers eagle3 --output states"
 )
-_INTERRUPTED = 130
 _GO_ON = "interrupted; run the same command again to go on"
 _OPTIONAL = ("serve", "bench")
 
@@ -115,14 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(e, 2)
     except (KeyboardInterrupt, typer.Abort):
         print_error(_GO_ON)
-        return _INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone; there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as e:  # noqa: BLE001 - the last resort of a program: told in one line
         return _report(e, 1)
-    if result == _INTERRUPTED:  # typer has caught it already
+    if result == INTERRUPTED:  # typer has caught it already
         print_error(_GO_ON)
     return result if isinstance(result, int) else 0
 

@@ -30,6 +30,13 @@ def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(EngineCore, "_may_lag", lambda self, output: True)
 
 
+@pytest.fixture
+def llm(make_llm: Callable[..., LLM], tiny: Callable[..., str], tmp_path: Path) -> LLM:
+    """With files, in steps of eight tokens."""
+    config = file_config(tmp_path)
+    return make_llm(tiny("llama"), layers=[1], kv_transfer_config=config, max_num_batched_tokens=8)
+
+
 def slow_check(llm: LLM, number: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Have one prompt's check take until steps have run, and a while longer. Gives the number of steps and of
     outputs at its end."""
@@ -81,15 +88,11 @@ def test_outputs_are_those_of_a_call_that_is_checked_before(
 @pytest.mark.parametrize("wrong", [[1, "two"], [], [10**9]])
 def test_nothing_of_a_wrong_call_is_seen(
     wrong: Any,
-    make_llm: Callable[..., LLM],
-    tiny: Callable[..., str],
+    llm: LLM,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     at_once: None,
 ) -> None:
-    llm = make_llm(
-        tiny("llama"), layers=[1], kv_transfer_config=file_config(tmp_path), max_num_batched_tokens=8
-    )
     seen = slow_check(llm, 20, monkeypatch)
     with pytest.raises(InvalidInputError, match=r"prompts\[20\]|prompt"):
         llm.generate([*PROMPTS, wrong], PARAMS)
@@ -141,16 +144,12 @@ def test_of_the_last_prompts_the_longest_go_first(
 @pytest.mark.parametrize("moment", ["cancelled", "owner gone"])
 def test_a_call_that_is_interrupted_leaves_nothing(
     moment: str,
-    make_llm: Callable[..., LLM],
-    tiny: Callable[..., str],
+    llm: LLM,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     at_once: None,
 ) -> None:
     """Also where a second interrupt comes before its requests are aborted, or the first one says so."""
-    llm = make_llm(
-        tiny("llama"), layers=[1], kv_transfer_config=file_config(tmp_path), max_num_batched_tokens=8
-    )
     seen = slow_check(llm, 15, monkeypatch)
     collector = LLM._collector
 

@@ -12,7 +12,8 @@ from types import FrameType
 
 from layertap.commands.output import print_error
 
-_INTERRUPTED = 130
+INTERRUPTED = 130
+"""Exit status."""
 _PATIENCE = 1.0
 """Seconds."""
 
@@ -32,7 +33,7 @@ def ends_in_order() -> Iterator[None]:
     def at_once(number: int, frame: FrameType | None) -> None:
         print_error("ended at once")
         sys.stdout.flush()
-        os._exit(_INTERRUPTED)
+        os._exit(INTERRUPTED)
 
     def in_order(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, at_once)

@@ -35,8 +35,7 @@ class RunIdentity:
         they may be the same."""
         try:
             num_prompt_tokens = int(metadata.get("num_prompt_tokens", ""))
-            listed = metadata.get("positions")
-            positions = range(num_rows) if listed is None else parse_positions(listed)
+            positions = _positions(metadata, num_rows)
         except ValueError:
             return None  # it does not say
         if _selected(positions, self, num_prompt_tokens):
@@ -129,8 +128,7 @@ def _holds(check: RecordCheck, path: str, run: RunIdentity, prompt: Sequence[int
     if check.metadata.get("num_prompt_tokens") != str(len(prompt)):
         return False
     try:
-        listed = check.metadata.get("positions")
-        positions: Sequence[int] = parse_positions(listed) if listed is not None else range(rows)
+        positions = _positions(check.metadata, rows)
     except ValueError:
         return False
     if len(positions) != rows or not _selected(positions, run, len(prompt)):
@@ -138,6 +136,16 @@ def _holds(check: RecordCheck, path: str, run: RunIdentity, prompt: Sequence[int
     expected = np.array([prompt[p] if p < len(prompt) else -1 for p in positions], dtype=np.int64)
     found = _token_ids(path)
     return len(found) == rows and bool(np.all((found == expected) | (expected == -1)))
+
+
+def _positions(metadata: dict[str, str], num_rows: int) -> Sequence[int]:
+    """Of a record's rows in their sequence.
+
+    Raises:
+        ValueError: the metadata are malformed.
+    """
+    listed = metadata.get("positions")
+    return range(num_rows) if listed is None else parse_positions(listed)
 
 
 def _selected(positions: Sequence[int], run: RunIdentity, num_prompt_tokens: int) -> bool:

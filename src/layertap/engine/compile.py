@@ -21,6 +21,7 @@ from layertap.engine.attention import AttentionLayer
 from layertap.engine.fused_products import fuse_residuals, takes
 from layertap.engine.fused_rope import fuse_rope, rope_works
 from layertap.engine.loader import first_line
+from layertap.engine.operators import register
 from layertap.engine.row_scale import share_row_scales
 from layertap.engine.start_phases import StartPhases
 from layertap.engine.step_graph import recording
@@ -39,9 +40,6 @@ class _Active(threading.local):
 
 _active = _Active()
 
-_library: Any = torch.library.Library("layertap", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("attention(Tensor query, Tensor key, Tensor value) -> Tensor")
-
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     layer = _active.layer
@@ -54,9 +52,7 @@ def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("attention", _attention, _key)
-torch.library.register_fake("layertap::attention", _attention_shape, lib=_library)
+register("attention(Tensor query, Tensor key, Tensor value) -> Tensor", _attention, _attention_shape)
 
 
 def attention_of(layer: nn.Module) -> AttentionLayer | None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from layertap.engine.memory import format_bytes, machine_memory
+from layertap.engine.operators import register
 
 logger = logging.getLogger("layertap")
 
@@ -25,8 +25,6 @@ _MEMORY_SHARE = 0.25
 # The row count that packed weights are laid out for; they work for any other, too.
 _PACK_ROWS = 2048
 
-_library: Any = torch.library.Library("layertap", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("packed_linear(Tensor x, Tensor index, int out_features) -> Tensor")
 # Packed weights are no ordinary tensors and cannot go through a compiled graph: the graph holds their number.
 _packed: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
@@ -38,12 +36,16 @@ def _packed_linear(x: torch.Tensor, index: torch.Tensor, out_features: int) -> t
     return result
 
 
-_library.impl("packed_linear", _packed_linear, "CPU")
-
-
-@torch.library.register_fake("layertap::packed_linear", lib=_library)  # type: ignore[untyped-decorator]
 def _packed_linear_shape(x: torch.Tensor, index: torch.Tensor, out_features: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
+
+
+register(
+    "packed_linear(Tensor x, Tensor index, int out_features) -> Tensor",
+    _packed_linear,
+    _packed_linear_shape,
+    devices=("CPU",),
+)
 
 
 class PackedLinear(nn.Module):

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from layertap.engine import fused_products
 from layertap.engine.fused_products import LEAST_ROWS
-from layertap.engine.merged_mlp import fused_forward
+from layertap.engine.merged_mlp import fused_forward, relative_difference
 from layertap.engine.plan import position_arguments
 from layertap.engine.row_scale import row_scale
 
@@ -131,8 +131,7 @@ def _product_of(product: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    difference = (got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
-    return bool(difference <= _TOLERANCE.get(expected.dtype, _ROUNDING))
+    return relative_difference(got, expected) <= _TOLERANCE.get(expected.dtype, _ROUNDING)
 
 
 def _nothing(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

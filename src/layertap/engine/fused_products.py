@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from layertap.engine.graph_nodes import example
+from layertap.engine.operators import register
 from layertap.kernels.trial import agree
 from layertap.kernels.triton_support import has_triton
 
@@ -24,12 +25,6 @@ _HOPPER = (9, 0)
 _PART = 256
 """Columns of a result whose squares are summed up together."""
 _ADDITIONS: tuple[Callable[..., Any], ...] = (operator.add, torch.add)
-
-_library: Any = torch.library.Library("layertap", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("gated_product(Tensor x, Tensor weight, Tensor? scale=None) -> Tensor")
-_library.define("scaled_product(Tensor x, Tensor weight, Tensor scale) -> Tensor")
-_library.define("product_plus(Tensor x, Tensor weight, Tensor residual) -> Tensor")
-_library.define("product_plus_squares(Tensor x, Tensor weight, Tensor residual) -> (Tensor, Tensor)")
 
 
 def takes(weight: torch.Tensor) -> bool:
@@ -179,15 +174,14 @@ def _plus_squares_shape(
     return residual.new_empty(residual.shape), squares
 
 
-for _name, _function, _fake in (
-    ("gated_product", gated_product, _gated_shape),
-    ("scaled_product", scaled_product, _scaled_shape),
-    ("product_plus", product_plus, _plus_shape),
-    ("product_plus_squares", product_plus_squares, _plus_squares_shape),
-):
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _function, _key)
-    torch.library.register_fake(f"layertap::{_name}", _fake, lib=_library)
+register("gated_product(Tensor x, Tensor weight, Tensor? scale=None) -> Tensor", gated_product, _gated_shape)
+register("scaled_product(Tensor x, Tensor weight, Tensor scale) -> Tensor", scaled_product, _scaled_shape)
+register("product_plus(Tensor x, Tensor weight, Tensor residual) -> Tensor", product_plus, _plus_shape)
+register(
+    "product_plus_squares(Tensor x, Tensor weight, Tensor residual) -> (Tensor, Tensor)",
+    product_plus_squares,
+    _plus_squares_shape,
+)
 
 
 def fuse_residuals(graph: fx.Graph) -> int:

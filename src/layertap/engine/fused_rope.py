@@ -17,6 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from layertap.engine.graph_nodes import example, may_write
+from layertap.engine.operators import register
 from layertap.kernels.trial import agree
 from layertap.kernels.triton_support import use_triton
 
@@ -24,9 +25,6 @@ _LARGEST = 256
 _PRODUCTS: tuple[Callable[..., Any], ...] = (operator.mul, torch.mul)
 _SUMS: tuple[Callable[..., Any], ...] = (operator.add, torch.add)
 _OPPOSITES: tuple[Callable[..., Any], ...] = (operator.neg, torch.neg)
-
-_library: Any = torch.library.Library("layertap", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("norm_rope(Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps) -> Tensor")
 
 
 def norm_rope(
@@ -86,9 +84,9 @@ def rope_works(device: torch.device, dtype: torch.dtype, size: int) -> bool:
         )
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("norm_rope", norm_rope, _key)
-torch.library.register_fake("layertap::norm_rope", _shape, lib=_library)
+register(
+    "norm_rope(Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps) -> Tensor", norm_rope, _shape
+)
 
 
 @dataclass(frozen=True, slots=True)

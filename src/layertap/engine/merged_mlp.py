@@ -121,5 +121,9 @@ def _is_gated(mlp: Any, x: torch.Tensor) -> bool:
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    difference = (got - expected).float().norm() / expected.float().norm().clamp(min=1e-30)
-    return bool(difference <= _TOLERANCE.get(expected.dtype, 1e-2))
+    return relative_difference(got, expected) <= _TOLERANCE.get(expected.dtype, 1e-2)
+
+
+def relative_difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of what is got from what is expected; NaN where either has one."""
+    return float((got - expected).float().norm() / expected.float().norm().clamp(min=1e-30))

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
 
 from layertap.engine.graph_nodes import example, written_between
-
-_library: Any = torch.library.Library("layertap", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("row_scale(Tensor x, float eps) -> Tensor")
+from layertap.engine.operators import register
 
 
 def row_scale(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -34,9 +31,7 @@ def _scale_shape(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("row_scale", row_scale, _key)
-torch.library.register_fake("layertap::row_scale", _scale_shape, lib=_library)
+register("row_scale(Tensor x, float eps) -> Tensor", row_scale, _scale_shape)
 
 
 def share_row_scales(graph: fx.Graph) -> int:
