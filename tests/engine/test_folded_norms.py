@@ -15,10 +15,11 @@ from torch import nn
 import tiny_models
 from layertap import LLM
 from layertap.engine import compile as compiling
-from layertap.engine import folded_norms, fused_products, merged_mlp, verifier
+from layertap.engine import folded_norms, fused_products, merged_mlp, rotated_products, verifier
 from layertap.engine.compile import uncompile_layers
 from layertap.engine.folded_norms import fold_norms
 from layertap.engine.merged_mlp import merge_gate_and_up
+from layertap.engine.rotated_products import fuse_rotations
 from layertap.engine.row_scale import row_scale, share_row_scales
 
 PROMPTS = [[3, 5, 7, 11, 2, 9], [8, 1, 4]]
@@ -281,11 +282,14 @@ def test_only_what_becomes_products_and_nothing_else_is_folded(use: Use, expecte
     assert folds(build(use)) == expected
 
 
-@pytest.mark.parametrize(("name", "scales", "roots"), [("llama", 2, 2), ("qwen3", 2, 4), ("qwen2", 1, 2)])
+@pytest.mark.parametrize(
+    ("name", "scales", "roots", "turned"), [("llama", 2, 2, 2), ("qwen3", 2, 4, 2), ("qwen2", 1, 2, 0)]
+)
 def test_compiled_layers_find_each_scale_once(
     name: str,
     scales: int,
     roots: int,
+    turned: int,
     make_llm: Callable[..., LLM],
     tmp_path: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -311,7 +315,17 @@ def test_compiled_layers_find_each_scale_once(
         seen.append([str(node.target) for node in graph.nodes])
         return count
 
+    def rotated(graph: Any) -> int:
+        count = fuse_rotations(graph)
+        target = torch.ops.layertap.rotated_product.default
+        factors = [node.args[2] for node in graph.nodes if node.target is target]
+        assert count == len(factors) == turned
+        assert all(factor is not None for factor in factors)
+        return count
+
     monkeypatch.setattr(compiling, "share_row_scales", kept)
+    monkeypatch.setattr(compiling, "fuse_rotations", rotated)
+    monkeypatch.setattr(rotated_products, "rotates", lambda *arguments: True)
     torch._dynamo.reset()
     for got, expected in zip(
         make_llm(str(tmp_path), enforce_eager=False, **options).extract(PROMPTS), plain, strict=True

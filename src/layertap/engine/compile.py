@@ -22,6 +22,7 @@ from layertap.engine.fused_products import fuse_residuals, takes
 from layertap.engine.fused_rope import fuse_rope, rope_works
 from layertap.engine.loader import first_line
 from layertap.engine.operators import register
+from layertap.engine.rotated_products import fuse_rotations
 from layertap.engine.row_scale import share_row_scales
 from layertap.engine.start_phases import StartPhases
 from layertap.engine.step_graph import recording
@@ -139,7 +140,8 @@ def _fuses(layers: nn.ModuleList) -> bool:
 def _compile_fused(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
-    if fuse_residuals(graph.graph) + share_row_scales(graph.graph) + fuse_rope(graph.graph):
+    passes = (fuse_residuals, share_row_scales, fuse_rope, fuse_rotations)
+    if sum(fuse(graph.graph) for fuse in passes):
         graph.recompile()
     return compile_fx(graph, inputs)
 

@@ -18,14 +18,12 @@ Shapes: T tokens, H hidden size, I intermediate size, N columns of the result, P
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from layertap.kernels.triton_support import on_device_of
+from layertap.kernels.triton_support import multiprocessors, on_device_of
 
 _ROWS, _COLUMNS, _DEPTH = 128, 256, 64
 _GROUP = 8  # tiles of rows that share a tile of columns while it is in the cache
@@ -170,7 +168,7 @@ def _launch(
     assert scale.dtype == torch.float32
     assert scale.shape[0] == rows
     half = [_ROWS, _COLUMNS // 2]
-    programs = _multiprocessors(x.device)
+    programs = multiprocessors(x.device)
     with on_device_of(x):
         _fused_product[(programs,)](
             TensorDescriptor.from_tensor(x, [_ROWS, _DEPTH]),
@@ -192,10 +190,3 @@ def _launch(
             num_warps=8,
             num_stages=3,
         )
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # Triton's interpreter
-        return 2
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

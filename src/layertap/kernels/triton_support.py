@@ -39,3 +39,11 @@ def use_triton(tensor: torch.Tensor) -> bool:
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """Within, kernels are launched on a tensor's device."""
     return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of a persistent kernel a device runs at a time."""
+    if device.type != "cuda":  # Triton's interpreter
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
