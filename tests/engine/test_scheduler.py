@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -272,6 +273,30 @@ def test_nobody_is_passed_over_twice() -> None:
                 s.request.output_token_ids.append(3)
         scheduler.running = [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens]
     assert begun == [False, True, True]
+
+
+class Name(str):
+    """Of which it can be known whether anybody has it still; requests have slots."""
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+def test_who_was_passed_over_is_let_go_of(admitted: bool) -> None:
+    rng = random.Random(0)
+    scheduler = Scheduler(BlockPool(4000, False), BLOCK, 1024, 8, fill_with_whole=True)
+    for name, length in (("a", 600), ("b", 500), ("c", 300), ("d", 124)):
+        scheduler.add(make_request(Name(name), length, 0, rng))
+    scheduler.schedule()
+    (passed_over,) = scheduler.waiting
+    if admitted:
+        scheduler.running.clear()
+        scheduler.schedule()
+        scheduler.running.clear()
+    else:
+        scheduler.remove(passed_over)
+        scheduler.running.clear()
+    gone = weakref.ref(passed_over.request_id)
+    del passed_over
+    assert gone() is None
 
 
 def test_whoever_generates_gets_a_token_in_each_step() -> None:

@@ -211,6 +211,7 @@ class Scheduler:
         if self.pool.num_free_after(reuse) < fresh:
             return None
         del self.waiting[index]
+        self._has_had_its_turn(request)
         self.pool.acquire(reuse)
         blocks = self.pool.allocate(fresh)
         assert blocks is not None
@@ -258,6 +259,11 @@ class Scheduler:
             self.running.remove(request)
         elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             self.waiting.remove(request)
+            self._has_had_its_turn(request)
+
+    def _has_had_its_turn(self, request: Request) -> None:
+        if request is self._passed_over:
+            self._passed_over = None
 
     def free(self, request: Request) -> None:
         """Give a request's blocks back."""
