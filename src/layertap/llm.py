@@ -17,13 +17,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from layertap.checked_submission import submit_checked
 from layertap.config import SPECULATIVE_LAYERS, EngineConfig, check_engine_name, layers_of_speculative_config
 from layertap.connectors.transfer_config import KVTransferConfig
 from layertap.engine.collector import OutputCollector
 from layertap.engine.core import EngineCore
-from layertap.engine.hold import Hold, Owner
 from layertap.engine.loop import EngineLoop
-from layertap.engine.standing_heap import collections_put_off, standing_heap
+from layertap.engine.standing_heap import standing_heap
 from layertap.errors import ExtractionError, InvalidInputError
 from layertap.extraction import LEAST_BUFFER_BYTES, Extraction
 from layertap.layers import LayerSpec, ServedLayers
@@ -41,8 +41,6 @@ Done = queue.SimpleQueue[tuple[int, RequestOutput]]
 """Prompts' numbers with their outputs, as they come."""
 # Steps' worth of prompts that wait in the engine, so that it never idles for want of the next one.
 _STEPS_AHEAD = 8
-# Prompts at the end of a long call that a GPU computes in another order.
-_LAST = 32
 
 
 class LLM:
@@ -190,7 +188,9 @@ class LLM:
         running: dict[int, OutputCollector] = {}
         with Progress(len(items), shown=use_tqdm) as progress:
             try:
-                self._submit_checked(items, params, request_ids, running, done)
+                collectors = self._checked(items, params, request_ids, done)
+                at_once = self._computed_while_checking()
+                submit_checked(collectors, len(items), self._submit, running, at_once)
                 for _ in items:
                     index, output = done.get()
                     outputs[index] = output
@@ -201,56 +201,18 @@ class LLM:
                 raise
         return [o for o in outputs if o is not None]
 
-    def _submit_checked(
+    def _checked(
         self,
         items: Sequence[Any],
         params: Sequence[SamplingParams],
         request_ids: Sequence[str] | None,
-        running: dict[int, OutputCollector],
         done: Done,
-    ) -> None:
-        """Submit prompts that are right, all of them; where one is wrong, nothing of any is seen.
-
-        A GPU need not wait for the last one's check: it computes meanwhile, and what it computes is held. Of
-        the last prompts the longest go first: when it is done, the records that are left are short ones.
-
-        Args:
-            running: the submitted ones by number; filled.
-        """
-        checked: dict[int, OutputCollector] = {}
-        tokens, at_once = 0, self._computed_while_checking()
-        owner = Owner()
-        hold = Hold(owner)
-        early = False
-        try:
-            with collections_put_off():
-                prompts = self.prompt_tokenizer.several(items)
-                for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-                    name = request_ids[i] if request_ids is not None else self._next_id()
-                    checked[i] = self._collector(name, prompt, p, i, done)
-                    tokens += len(prompt.token_ids)
-                    if tokens >= at_once and i < len(items) - _LAST:
-                        early = True
-                        for collector in checked.values():
-                            for request in collector.requests:
-                                request.hold = hold
-                        self._submit_all(checked, running)
-            if early:
-                longest = sorted(checked.items(), key=lambda item: -len(item[1].prompt.token_ids))
-                checked = dict(longest)
-            self._submit_all(checked, running)
-            hold.released = True
-        except BaseException:
-            hold.cancelled = True
-            self._abort(running.values())
-            raise
-
-    def _submit_all(self, checked: dict[int, OutputCollector], running: dict[int, OutputCollector]) -> None:
-        """Move what is checked to what runs."""
-        for i, collector in checked.items():
-            running[i] = collector
-            self._submit(collector)
-        checked.clear()
+    ) -> Iterator[OutputCollector]:
+        """Collectors of prompts, each of which is checked when it is asked for."""
+        prompts = self.prompt_tokenizer.several(items)
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            name = request_ids[i] if request_ids is not None else self._next_id()
+            yield self._collector(name, prompt, p, i, done)
 
     def _computed_while_checking(self) -> float:
         """From so many tokens on, those of a call are computed while later ones are checked: enough for two

@@ -25,7 +25,7 @@ PROMPTS = [[i, i + 1, i + 2, i + 3] for i in range(3, 23)]
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, from eight tokens on; with steps that are looked at when the next one is launched, too."""
     monkeypatch.setattr(LLM, "_computed_while_checking", lambda self: 8)
-    monkeypatch.setattr("layertap.llm._LAST", 4)
+    monkeypatch.setattr("layertap.checked_submission.LAST", 4)
     if request.param:
         monkeypatch.setattr(EngineCore, "_may_lag", lambda self, output: True)
 
