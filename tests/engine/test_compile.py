@@ -11,6 +11,7 @@ import torch
 import reference
 from layertap import LLM, SamplingParams
 from layertap.engine.compile import _record
+from layertap.engine.runner import ModelRunner
 from tiny_models import random_prompts
 
 
@@ -31,6 +32,28 @@ def test_compiled_layers_equal_plain_ones(make_llm: Callable[..., LLM], tiny: Ca
     (expected,), (got,) = plain.generate(prompts[0], params), llm.generate(prompts[0], params)
     assert got.outputs[0].token_ids == expected.outputs[0].token_ids
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class CompilerError(Exception):
+    """As Triton's."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, CompilerError])
+def test_what_cannot_be_compiled_runs_uncompiled(
+    error: type[Exception],
+    make_llm: Callable[..., LLM],
+    tiny: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tiny("llama")
+    monkeypatch.setattr(ModelRunner, "warm_up", Mock(side_effect=error("no such instruction")))
+    llm = make_llm(path, layers=[1, 2], enforce_eager=False)
+    assert not llm._core.compiled
+    assert "layers run uncompiled: " + error.__name__ in caplog.text
+    (prompt,) = random_prompts(2, [9])
+    (got,) = llm.extract([prompt])
+    reference.assert_states(got.hidden_states, reference.states(path, prompt)[:, 1:3], 1e-5)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])

@@ -20,6 +20,7 @@ from layertap.engine.graph_nodes import example, written_between
 from layertap.engine.operators import register
 from layertap.kernels.trial import agree
 
+_COLUMNS = 384  # of what is tried: heads of any size, and part of a tile
 _SCALED = (torch.ops.layertap.scaled_product, torch.ops.layertap.scaled_product.default)
 
 
@@ -86,16 +87,17 @@ def rotates(device: torch.device, dtype: torch.dtype, size: int, normed: bool) -
 
         if size not in kernel.HEAD_SIZES:
             return False
-        generator = torch.Generator(device=device).manual_seed(0)
-        x, weight, norm, cos, sin = (
-            torch.randn(*shape, device=device, generator=generator).to(dtype)
-            for shape in ((136, 328), (3 * size, 328), (size,), (136, size), (136, size))
-        )
-        scale = torch.rand(len(x), device=device, generator=generator) + 0.5
-        weights = norm if normed else None
 
         def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
-            heads = (F.linear(x.float(), weight.float()) * scale[:, None]).view(1, len(x), 3, size)
+            generator = torch.Generator(device=device).manual_seed(0)
+            rows = kernel.rows_of_three_turns(device)
+            x, weight, norm, cos, sin = (
+                torch.randn(*shape, device=device, generator=generator).to(dtype)
+                for shape in ((rows, 336), (_COLUMNS, 336), (size,), (rows, size), (rows, size))
+            )
+            scale = torch.rand(rows, device=device, generator=generator) + 0.5
+            weights = norm if normed else None
+            heads = (F.linear(x.float(), weight.float()) * scale[:, None]).view(1, rows, -1, size)
             expected = norm_rope(heads, weights, cos[None], sin[None], 1e-6)
             got = kernel.rotated_product(x, weight, scale, weights, cos, sin, 1e-6)
             return [(got, expected.view(got.shape))]

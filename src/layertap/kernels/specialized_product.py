@@ -257,6 +257,12 @@ def _specialized_product(
     )  # fmt: skip
 
 
+def rows_of_three_turns(device: torch.device) -> int:
+    """Tokens for which some programs have a third tile, if there are two tiles of columns: what goes wrong
+    from one tile to the next has then been seen."""
+    return _ROWS * multiprocessors(device) + 8
+
+
 def product_plus(
     x_TH: torch.Tensor, weight_NH: torch.Tensor, residual_TN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
