@@ -11,6 +11,7 @@ import typer
 
 from layertap.config import check_engine_name
 from layertap.errors import InvalidInputError
+from layertap.sizes import parse_size
 
 _PANEL = "Engine"
 
@@ -20,6 +21,9 @@ def _option(help_text: str, **kwargs: Any) -> Any:
 
 
 _COUNT = {"min": 1, "metavar": "N"}
+_SIZE = {"metavar": "SIZE"}
+SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
+"""Read by :func:`layertap.sizes.parse_size`, as those of ``layertap serve`` are."""
 # A default of None leaves the field to EngineConfig's own default.
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": Annotated[
@@ -29,10 +33,11 @@ ENGINE_OPTIONS: dict[str, Any] = {
         str | None, _option("cpu, cuda, cuda:1; auto takes the first GPU if there is one.", metavar="DEVICE")
     ],
     "max_model_len": Annotated[
-        int | None, _option("Longest sequence, prompt and output together.", **_COUNT)
+        str | None,
+        _option("Longest sequence, prompt and output together (1k = 1000, 1K = 1024).", **_SIZE),
     ],
     "max_num_batched_tokens": Annotated[
-        int | None, _option("Tokens computed in one step [default: 4096 on a CPU, 16384 on a GPU].", **_COUNT)
+        str | None, _option("Tokens computed in one step [default: 4096 on a CPU, 16384 on a GPU].", **_SIZE)
     ],
     "max_num_seqs": Annotated[int | None, _option("Sequences in flight at once [default: 256].", **_COUNT)],
     "block_size": Annotated[int | None, _option("Tokens in one cache block [default: 16].", **_COUNT)],
@@ -41,7 +46,7 @@ ENGINE_OPTIONS: dict[str, Any] = {
         _option("Compute beginnings that prompts share only once [default: on].", show_default=False),
     ],
     "kv_cache_memory_bytes": Annotated[
-        int | None, _option("Memory of all caches together, in bytes.", **_COUNT)
+        str | None, _option("Memory of all caches together, in bytes, such as 8GiB.", **_SIZE)
     ],
     "gpu_memory_utilization": Annotated[
         float | None, _option("Share of the GPU's memory to use [default: 0.9].", metavar="SHARE")
@@ -116,6 +121,9 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     those of ``VLLM_OPTIONS``.
 
     It gets only those that the user set.
+
+    Raises:
+        InvalidInputError: from the command, for a size of the wrong form.
     """
     options = {**ENGINE_OPTIONS, **VLLM_OPTIONS}
     signature = inspect.signature(command, eval_str=True)
@@ -127,6 +135,9 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
     def wrapped(**kwargs: Any) -> None:
         engine = {name: value for name in options if (value := kwargs.pop(name)) is not None}
+        for name in SIZES:
+            if name in engine:
+                engine[name] = parse_size(engine[name], "--" + name.replace("_", "-"), least=1)
         command(**kwargs, **engine)
 
     wrapped.__doc__ = command.__doc__

@@ -12,22 +12,14 @@ from typing import Any, NoReturn
 
 from layertap.config import nearest
 from layertap.errors import InvalidInputError
+from layertap.sizes import parse_size
 
-_SUFFIXES = {
-    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
-    "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40,
+_SIZES = {
+    "max_model_len": 1, "max_num_batched_tokens": 1, "kv_cache_memory_bytes": 1,
+    "max_body_bytes": 0, "max_inline_bytes": 0, "max_bytes": 0,
 }  # fmt: skip
-
-
-def _size(text: str) -> int:
-    """``4096``, ``64k``, ``1.5G``, ``2GiB``: as vLLM reads sizes, where capital K, M, G count in 1024s."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?i?)[bB]?", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 4096, 64M or 2GiB")
-    unit = match[2]
-    if unit and unit[0].isupper() and len(unit) == 1:
-        unit += "i"
-    return int(float(match[1]) * (_SUFFIXES[unit.lower()] if unit else 1))
+"""Flags that take a size, with the smallest one. They are read when all flags are known: an error can then
+name its flag."""
 
 
 def _json(text: str) -> Any:
@@ -59,13 +51,12 @@ def _engine_flags(add: Add) -> None:
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add(
         "--max-model-len",
-        type=_size,
         help="longest sequence, prompt and output together (1k = 1000, 1K = 1024)",
     )
-    add("--max-num-batched-tokens", type=_size, help="tokens computed in one step")
+    add("--max-num-batched-tokens", help="tokens computed in one step")
     add("--max-num-seqs", type=int, default=256, help="sequences in flight at once")
     add("--block-size", type=int, default=16, help="tokens in one cache block")
-    add("--kv-cache-memory-bytes", type=_size, help="memory of the KV and hidden-state cache together")
+    add("--kv-cache-memory-bytes", help="memory of the KV and hidden-state cache together")
     add("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory to use")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     add("--seed", type=int, default=0)
@@ -96,8 +87,8 @@ def _serving_flags(add: Add) -> None:
     add("--ssl-certfile")
     add("--chat-template", help="file with a chat template, or the template; default: the tokenizer's")
     add("--max-logprobs", type=int, default=20, help="most log-probabilities a request may ask for")
-    add("--max-body-bytes", type=_size, default=64 << 20, help="larger request bodies get 413")
-    add("--max-inline-bytes", type=_size, default=16 << 20, help="largest record that is answered inline")
+    add("--max-body-bytes", default="64MiB", help="larger request bodies get 413")
+    add("--max-inline-bytes", default="16MiB", help="largest record that is answered inline")
     add(
         "--shutdown-timeout", type=float, default=30.0, help="seconds that running requests get after SIGTERM"
     )
@@ -115,7 +106,7 @@ def _extraction_flags(add: Add) -> None:
     )
     add("--storage", "--output", metavar="DIR", help="folder for the records; default /tmp/hidden_states")
     add("--ttl-seconds", type=float, help="remove records that nobody has read for so long")
-    add("--max-bytes", type=_size, help="records may take this much; then requests get 507")
+    add("--max-bytes", help="records may take this much; then requests get 507")
     add("--speculative-config", "-sc", type=_json, metavar="JSON", help="vLLM's way to name the layers")
     add("--kv-transfer-config", type=_json, metavar="JSON", help="vLLM's way to choose connector and storage")
 
@@ -189,6 +180,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.model = args.model or args.model_flag
     if not args.model:
         raise InvalidInputError("MODEL", None, "a Hugging Face id, a local folder, a .gguf file, or smollm2")
+    for name, least in _SIZES.items():
+        given = getattr(args, name)
+        if given is not None:
+            setattr(args, name, parse_size(given, "--" + name.replace("_", "-"), least))
     environment = os.environ.get("LAYERTAP_API_KEY") or os.environ.get("VLLM_API_KEY")
     args.api_key = [key for group in args.api_key for key in group] or ([environment] if environment else [])
     return args
