@@ -141,6 +141,23 @@ def test_wrong_usage_exits_with_2_and_one_line(
     assert told in error_of(capsys)
 
 
+def test_jsonl_in_a_text_file_is_refused_before_a_model_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.txt"
+    path.write_text('{"prompt": "a"}\n' * 5)
+    out = tmp_path / "states"
+    command = ["extract", "/no/such/model", "--prompts", str(path), "--layers", "1", "-o", str(out)]
+    assert cli.main(command) == 2
+    told = error_of(capsys)
+    assert "train.txt" in told
+    assert "--prompts-format (prompts_format) jsonl" in told
+    assert not out.exists()
+    for chosen in ("jsonl", "text"):  # then it is the model that is wrong
+        assert cli.main([*command, "--prompts-format", chosen]) == 2
+        assert "/no/such/model" in error_of(capsys)
+
+
 def test_wrong_models_layers_and_folders_exit_with_2(
     tiny: Callable[..., str], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

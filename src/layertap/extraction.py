@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from layertap import reader
+from layertap.checked_ahead import of_prompt
 from layertap.engine.collector import OutputCollector
 from layertap.engine.standing_heap import standing_heap
 from layertap.errors import ExtractionError, InvalidInputError
@@ -112,9 +113,8 @@ class Extraction:
                 self._llm._submit(collector)
                 pending.collector = collector
             except InvalidInputError as error:
-                if self._on_error == "raise" and not self._pending:
-                    raise
-                pending.error = error
+                pending.error = of_prompt(error, index)
+                self._exhausted = self._on_error == "raise"  # nobody would take what comes after
             self._pending.append(pending)
             self._buffered += pending.num_bytes
 
@@ -137,6 +137,8 @@ class Extraction:
 
     def _refusal(self, index: int, error: InvalidInputError) -> Exception:
         if self._on_error == "raise":
+            if index:
+                error.add_note(f"The states of all prompts before it ({index}) have been yielded.")
             return error
         wrapped = ExtractionError(f"{index}", str(error), "invalid_input")
         wrapped.__cause__ = error

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from layertap.checked_ahead import check_ahead, is_checked_ahead
 from layertap.checked_submission import submit_checked
 from layertap.config import SPECULATIVE_LAYERS, EngineConfig, check_engine_name, layers_of_speculative_config
 from layertap.connectors.transfer_config import KVTransferConfig
@@ -326,6 +327,16 @@ class LLM:
 
         Yields:
             ``HiddenStates`` with ``token_ids`` [T] int64 and ``hidden_states`` [T, L, H].
+
+        Raises:
+            InvalidInputError: an argument is wrong; told by the call itself, before anything is computed.
+                So are prompts in a list or tuple of at most 10,000 that are none of the allowed forms, or
+                have too many token ids, or not the positions in ``tokens``. What takes a tokenizer or a
+                look at each id (a text that is too long, an id beyond the vocabulary) is told when the
+                prompt's turn comes, as is everything about longer lists and iterators: the error names
+                the prompt by its place, and the states of all prompts before it have been yielded. With
+                ``on_error="return"`` nothing about a prompt is raised.
+            ExtractionError: a prompt's states could not be delivered; told in the same way.
         """
         if self._core.served is None:
             raise InvalidInputError(
@@ -343,11 +354,13 @@ class LLM:
             parse_tokens(tokens, "tokens")
             transfer["tokens"] = {"start": tokens.start, "end": tokens.stop}
         # Wrong input is told before the first prompt is taken.
-        Selection.parse(transfer, self._core.served, prefix="")
+        selection = Selection.parse(transfer, self._core.served, prefix="")
         params = sampling_params or SamplingParams(max_tokens=max_tokens, temperature=0.0, detokenize=False)
         params = SamplingParams(**{**_fields(params), "kv_transfer_params": transfer})
-        items = iter(as_iterable(prompts))
-        return self._extract(items, params, request_ids, on_error, use_tqdm, buffer_bytes)
+        items = as_iterable(prompts)
+        if on_error == "raise" and is_checked_ahead(items):
+            check_ahead(self, items, params, selection)
+        return self._extract(iter(items), params, request_ids, on_error, use_tqdm, buffer_bytes)
 
     def _extract(
         self,
@@ -432,6 +445,11 @@ class LLM:
     ) -> OutputCollector:
         self._loop.check()
         return OutputCollector(self._core, name, prompt, params, partial(_hand_over, done, index))
+
+    def _check_length(self, num_tokens: int, params: SamplingParams, selection: Selection) -> None:
+        """Refuse a prompt of ``LLM.extract`` by its number of tokens."""
+        self._core.check_length(num_tokens, params)
+        selection.check_length(num_tokens)
 
     def _submit(self, collector: OutputCollector) -> None:
         for request in collector.requests:

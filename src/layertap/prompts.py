@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,6 +18,9 @@ ALLOWED = (
     "a list of chat messages with 'role' and 'content'"
 )
 
+_KINDS: dict[str, Literal["text", "messages", "ids"]] = {
+    "prompt": "text", "messages": "messages", "prompt_token_ids": "ids",
+}  # fmt: skip
 _MANY_CHARACTERS = 100_000
 """From so many on, texts are tokenized in parallel: tens of milliseconds less. Below, a process that forks
 later is not to hear from the tokenizer that it has used threads."""
@@ -124,32 +127,37 @@ class PromptTokenizer:
         """
         if isinstance(prompt, TokenizedPrompt):
             return prompt
-        if isinstance(prompt, Mapping):
-            known = {"prompt", "prompt_token_ids", "messages"}
-            given = [k for k in ("prompt_token_ids", "messages", "prompt") if prompt.get(k) is not None]
-            if "prompt_embeds" in prompt:
-                raise InvalidInputError(
-                    f"{field}.prompt_embeds", "...", "token ids or text: embeddings are not supported"
-                )
-            if not given:
-                raise InvalidInputError(
-                    field, dict(prompt), f"an object with one of {', '.join(sorted(known))}"
-                )
-            key = given[0]
-            if key == "prompt_token_ids":
-                return self.ids(prompt[key], f"{field}.{key}", prompt.get("prompt"))
-            if key == "messages":
-                return self._chat(prompt[key], f"{field}.{key}")
-            return self.text(prompt[key], f"{field}.{key}")
-        if isinstance(prompt, str):
-            return self.text(prompt, field)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            if prompt and isinstance(prompt[0], Mapping):
-                return self._chat(prompt, field)
-            return self.ids(prompt, field)
-        if hasattr(prompt, "tolist"):
-            return self.ids(prompt, field)
-        raise InvalidInputError(field, prompt, ALLOWED)
+        kind, value, name = _form(prompt, field)
+        if kind == "text":
+            return self.text(value, name)
+        if kind == "messages":
+            return self._chat(value, name)
+        return self.ids(value, name, prompt.get("prompt") if isinstance(prompt, Mapping) else None)
+
+    def look_at(self, prompt: Any, field: str = "prompt") -> int | None:
+        """Refuse what is no prompt, in a time that does not depend on its length.
+
+        Returns:
+            How many tokens it has, if it consists of token ids; whether each one is an integer is not looked
+            at.
+
+        Raises:
+            InvalidInputError: it is none of the allowed forms, is an empty list, or needs a tokenizer that is
+            not there.
+        """
+        if isinstance(prompt, TokenizedPrompt):
+            return len(prompt.token_ids)
+        kind, value, name = _form(prompt, field)
+        if kind == "text":
+            self._need(name, _string(value, name))
+            return None
+        if kind == "messages":
+            self._need(name, value)
+            _check_messages(value, name)
+            return None
+        if hasattr(value, "tolist"):
+            return len(value) if getattr(value, "ndim", None) == 1 and len(value) else None
+        return len(_id_list(value, name))
 
     def several(self, prompts: Sequence[Any]) -> Iterator[TokenizedPrompt]:
         """Tokenize the prompts of one call, one after the other. Long lists of texts go to the tokenizer
@@ -180,9 +188,7 @@ class PromptTokenizer:
         Raises:
             InvalidInputError: it is empty or not Unicode text, or there is no tokenizer.
         """
-        if not isinstance(text, str):
-            raise InvalidInputError(field, text, "a string")
-        ids = self._need(field, text)(check_text(text, field), **options)["input_ids"]
+        ids = self._need(field, _string(text, field))(check_text(text, field), **options)["input_ids"]
         return self._tokenized(text, ids, field)
 
     @staticmethod
@@ -204,19 +210,11 @@ class PromptTokenizer:
         """
         if hasattr(ids, "tolist"):
             ids = ids.tolist()
-        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-            raise InvalidInputError(field, ids, "a list of token ids")
-        if not ids:
-            raise InvalidInputError(field, list(ids), "at least one token id")
-        return TokenizedPrompt.of(text, ids, field)
+        return TokenizedPrompt.of(text, _id_list(ids, field), field)
 
     def _chat(self, messages: Any, field: str, **template: Any) -> TokenizedPrompt:
         tokenizer = self._need(field, messages)
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise InvalidInputError(field, messages, "a non-empty list of messages")
-        for i, m in enumerate(messages):
-            if not isinstance(m, Mapping) or not isinstance(m.get("role"), str) or "content" not in m:
-                raise InvalidInputError(f"{field}[{i}]", m, "an object with 'role' and 'content'")
+        _check_messages(messages, field)
         if getattr(tokenizer, "chat_template", None) is None:
             raise InvalidInputError(
                 field, "chat messages", "text or token ids: this model's tokenizer has no chat template"
@@ -240,6 +238,53 @@ class PromptTokenizer:
             InvalidInputError: the messages are malformed, or the model has no template.
         """
         return self._chat(messages, field, **template)
+
+
+def _form(prompt: Any, field: str) -> tuple[Literal["text", "messages", "ids"], Any, str]:
+    """What kind of prompt it is, what it consists of, and what the user calls that.
+
+    Raises:
+        InvalidInputError: it is none of the allowed forms.
+    """
+    if isinstance(prompt, Mapping):
+        if "prompt_embeds" in prompt:
+            raise InvalidInputError(
+                f"{field}.prompt_embeds", "...", "token ids or text: embeddings are not supported"
+            )
+        for key in ("prompt_token_ids", "messages", "prompt"):
+            value = prompt.get(key)
+            if value is not None:
+                return _KINDS[key], value, f"{field}.{key}"
+        raise InvalidInputError(field, dict(prompt), f"an object with one of {', '.join(sorted(_KINDS))}")
+    if isinstance(prompt, str):
+        return "text", prompt, field
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+        return "messages" if prompt and isinstance(prompt[0], Mapping) else "ids", prompt, field
+    if hasattr(prompt, "tolist"):
+        return "ids", prompt, field
+    raise InvalidInputError(field, prompt, ALLOWED)
+
+
+def _string(text: Any, field: str) -> str:
+    if not isinstance(text, str):
+        raise InvalidInputError(field, text, "a string")
+    return text
+
+
+def _id_list(ids: Any, field: str) -> Sequence[Any]:
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise InvalidInputError(field, ids, "a list of token ids")
+    if not ids:
+        raise InvalidInputError(field, list(ids), "at least one token id")
+    return ids
+
+
+def _check_messages(messages: Any, field: str) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise InvalidInputError(field, messages, "a non-empty list of messages")
+    for i, m in enumerate(messages):
+        if not isinstance(m, Mapping) or not isinstance(m.get("role"), str) or "content" not in m:
+            raise InvalidInputError(f"{field}[{i}]", m, "an object with 'role' and 'content'")
 
 
 def check_text(text: str, field: str) -> str:

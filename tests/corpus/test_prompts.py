@@ -89,9 +89,52 @@ def test_a_named_pipe_is_opened_once_and_recognised_by_its_first_character(tmp_p
 def test_the_format_can_be_given(tmp_path: Path) -> None:
     path = written(tmp_path, "p.txt", b'{"prompt": "a"}\n')
     assert next(read_prompts(path, "jsonl")).prompt == {"prompt": "a"}
-    assert next(read_prompts(path)).prompt == '{"prompt": "a"}'
+    assert next(read_prompts(path, "text")).prompt == '{"prompt": "a"}'
     with pytest.raises(InvalidInputError, match="prompts_format"):
         read_prompts(path, "csv")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        (b'{"prompt": "a"}\n', "prompt"),
+        (b'\xef\xbb\xbf\n\n  {"id": 1, "prompt_token_ids": [1]}\r\n', "prompt_token_ids"),
+        (b'{"messages": []}\n{"prompt": "a"}\n{"prompt": "b"}\nno JSON\n', "messages"),
+    ],
+)
+@pytest.mark.parametrize("name", ["p.txt", "prompts"])
+def test_jsonl_in_a_text_file_is_refused_before_it_is_run_as_text(
+    tmp_path: Path, name: str, data: bytes, key: str
+) -> None:
+    path = written(tmp_path, name, data)
+    for refuse in (check_source, read_prompts):
+        with pytest.raises(InvalidInputError, match=rf"^prompts: got .*{name}.*'{key}'.* jsonl .* text "):
+            refuse(path)
+    assert next(read_prompts(path, "jsonl")).prompt is not None
+    assert isinstance(next(read_prompts(path, "text")).prompt, str)
+    named = written(tmp_path, "p.JSONL", data)
+    assert isinstance(next(read_prompts(named)).prompt, dict)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b'{"prompt": "an example of JSONL"}\nis what a line looks like\n',
+        b'a text\n{"prompt": "a"}\n{"prompt": "b"}\n',
+        b'{"prompt": "a"}\n{"prompt": "b"}\n{"text": "c"}\n',
+        b'{"prompt": null}\n',
+        b'{"text": "of another kind"}\n',
+        b'["prompt"]\n',
+        b'"prompt"\n',
+        b'{"prompt": "\xff"}\n',
+        b"[" * 100_000,
+    ],
+)
+def test_text_about_json_is_text(tmp_path: Path, data: bytes) -> None:
+    path = written(tmp_path, "p.txt", data)
+    check_source(path)
+    assert len(list(read_prompts(path))) == count_lines(path)
 
 
 def test_a_missing_file_is_refused_at_once(tmp_path: Path) -> None:

@@ -40,6 +40,11 @@ def test_vllms_command_serves_and_ends_with_0_after_what_runs(
     storage = tmp_path / "states"
     started = command(chat_model, *vllm_flags(storage), "--max-num-seqs", "4").wait_ready()
     client = openai.OpenAI(base_url=f"{started.url}/v1", api_key="EMPTY")
+    told = started.log.read_text()
+    assert (
+        "layertap: each request gets the states of all its prompt tokens at all these layers, in float32"
+        in told
+    )
     answer = client.completions.create(
         model=client.models.list().data[0].id, prompt="The future of AI is", max_tokens=1
     )
@@ -88,6 +93,18 @@ def _ignore_errors(started: Any, body: dict[str, Any]) -> None:
         started.post("/v1/completions", body)
     except httpx.TransportError:
         return
+
+
+def test_a_server_without_layers_says_so_and_how_to_have_them(command: Any, chat_model: str) -> None:
+    started = command(chat_model, "--enforce-eager", "--kv-cache-memory-bytes", "16MiB").wait_ready()
+    serving, told = (line for line in started.log.read_text().splitlines() if line.startswith("layertap: "))
+    assert serving.startswith("layertap: serving ")
+    assert told.startswith("layertap: requests get no hidden states: ")
+    assert "--layers" in told
+    answer = started.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 1})
+    assert answer.status_code == 200
+    assert answer.json()["kv_transfer_params"] is None
+    assert started.stop() == 0
 
 
 def test_a_taken_port_and_wrong_flags_are_told_in_a_line(

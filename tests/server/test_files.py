@@ -15,10 +15,13 @@ from typing import Any
 import httpx
 import pytest
 import safetensors.torch
+import torch
 
 from layertap import reader
 from layertap.record import verify_record
+from layertap.selection import FIELDS
 from layertap.server.http_errors import ApiError
+from layertap.server.run import what_requests_get
 from layertap.server.storage import Storage
 
 from .conftest import ThreadServer
@@ -41,6 +44,25 @@ def test_a_record_is_fetched_and_deleted_over_http(server: ThreadServer) -> None
     assert not path.exists()
     assert httpx.delete(f"{server.url}/v1/hidden_states/{record_id}").status_code == 404
     assert server.get(f"/v1/hidden_states/{record_id}").status_code == 404
+
+
+def test_what_the_start_tells_of_requests_is_what_they_get(server: ThreadServer) -> None:
+    told = what_requests_get(server.service)
+    path, _ = handle_of(server.complete([5, 6, 7], max_tokens=3))
+    record = reader.open(path)
+    assert record.layer_ids == server.service.facts.layers.ids  # type: ignore[union-attr]
+    assert record.token_ids.tolist() == [5, 6, 7]  # the prompt's, and no generated ones
+    assert record.hidden_states.dtype == getattr(torch, told.partition("; ")[0].split()[-1])
+    assert told.endswith(f"kv_transfer_params choose otherwise ({', '.join([*FIELDS, 'inline'])})")
+    chosen = {
+        "layers": [3],
+        "tokens": [0],
+        "include_output_tokens": True,
+        "dtype": "bfloat16",
+        "inline": True,
+    }
+    inline = server.complete(kv_transfer_params=chosen)["kv_transfer_params"]
+    assert "hidden_states" in inline
 
 
 def test_no_lock_is_needed_to_read_a_file(server: ThreadServer) -> None:

@@ -60,7 +60,7 @@ def test_vllms_common_flags_keep_their_names() -> None:
         ([], "MODEL"),
         (["m", "--port", "x"], "--port"),
         (["m", "--kv-transfer-config", "{"], "valid JSON"),
-        (["m", "--max-model-len", "many"], "no size"),
+        (["m", "--max-model-len", "many"], "--max-model-len: got .many.; allowed: a whole number"),
     ],
 )
 def test_what_is_wrong_is_said(argv: list[str], message: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from layertap import LLM, ExtractionError
+from layertap import LLM, ExtractionError, InvalidInputError
 from vllm_engine.support import free_blocks, leftovers, settle, vllm_of
 
 pytestmark = pytest.mark.vllm
@@ -54,3 +54,13 @@ def test_they_are_never_published_and_the_engine_lives_on(
     assert isinstance(next(both), ExtractionError)
     # The later request runs; whether vLLM gives it NaN out of the other's old block is vLLM's affair.
     assert next(both) is not None
+
+
+def test_prompts_that_are_too_long_are_told_before_the_first_is_computed(llm: LLM) -> None:
+    longest = llm.max_model_len - 1  # a token is drawn in any case
+    with pytest.raises(InvalidInputError, match=rf"^prompts\[1\]: got '{longest + 1} tokens'"):
+        llm.extract([[20] * longest, [20] * (longest + 1)])
+    with pytest.raises(InvalidInputError, match=r"^prompts\[1\], tokens: got 2; allowed: positions"):
+        llm.extract([[20] * 3, [20] * 2], tokens=[2])
+    later = llm.extract([[20] * 3, [20] * 2], tokens=[2], include_output_tokens=True, max_tokens=4)
+    assert next(later).token_ids.tolist() == [20]

@@ -43,10 +43,12 @@ def bench(
         str | None, typer.Option(help="Which ways to measure, separated by commas; default: all.")
     ] = None,
     num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 96,
-    min_tokens: Annotated[int, typer.Option(help="Shortest prompt.", min=1)] = 16,
-    max_tokens: Annotated[int, typer.Option(help="Longest prompt.", min=1)] = 900,
+    min_tokens: Annotated[str, typer.Option(help="Shortest prompt.", metavar="SIZE")] = "16",
+    max_tokens: Annotated[
+        str, typer.Option(help="Longest prompt (1k = 1000, 1K = 1024).", metavar="SIZE")
+    ] = "900",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    token_budget: Annotated[int, typer.Option(help="Tokens a step.", min=16)] = 4096,
+    token_budget: Annotated[str, typer.Option(help="Tokens a step.", metavar="SIZE")] = "4096",
     repeat: Annotated[int, typer.Option(help="Measured runs of each way, after a warm-up.", min=1)] = 3,
     compiled: Annotated[
         bool | None,
@@ -89,6 +91,7 @@ def bench(
     from layertap.bench.suites import PEERS, SUITES, BenchOptions, base_workload, run_suite
     from layertap.config import nearest
     from layertap.errors import InvalidInputError
+    from layertap.sizes import parse_size
 
     if suite not in SUITES:
         raise InvalidInputError("--suite", suite, nearest(suite, (*SUITES, SUITE)))
@@ -96,17 +99,18 @@ def bench(
     for name in chosen:
         if name not in PEERS:
             raise InvalidInputError("--peers", name, nearest(name, PEERS))
-    if max_tokens < min_tokens:
+    shortest, longest = parse_size(min_tokens, "--min-tokens", 1), parse_size(max_tokens, "--max-tokens", 1)
+    if longest < shortest:
         raise InvalidInputError("--max-tokens", max_tokens, f"at least --min-tokens ({min_tokens})")
     console = Console(stderr=True)
     workload = base_workload(
         model,
         layers=layers,
         num_prompts=num_prompts,
-        min_tokens=min_tokens,
-        max_tokens=max_tokens,
+        min_tokens=shortest,
+        max_tokens=longest,
         dtype=dtype,
-        token_budget=token_budget,
+        token_budget=parse_size(token_budget, "--token-budget", 16),
         compiled=compiled if compiled is not None else has_matrix_units(dtype),
     )
     console.print(workload.describe(), highlight=False)

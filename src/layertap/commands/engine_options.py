@@ -10,86 +10,115 @@ from typing import Annotated, Any
 import typer
 
 from layertap.config import check_engine_name
+from layertap.engine_defaults import default_of
 from layertap.errors import InvalidInputError
+from layertap.sizes import parse_size
 
-_PANEL = "Engine"
+_PANEL = "Engine (defaults of the torch engine; vLLM has its own)"
 
 
 def _option(help_text: str, **kwargs: Any) -> Any:
-    return typer.Option(help=help_text, rich_help_panel=_PANEL, **kwargs)
+    return typer.Option(help=help_text, rich_help_panel=_PANEL, show_default=False, **kwargs)
+
+
+def _field(name: str, help_text: str, **kwargs: Any) -> Any:
+    """A flag for a field of ``EngineConfig``, whose help ends with its default."""
+    return _option(f"{help_text}; default: {default_of(name)}.", **kwargs)
 
 
 _COUNT = {"min": 1, "metavar": "N"}
+_SIZE = {"metavar": "SIZE"}
+SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
+"""Read by :func:`layertap.sizes.parse_size`, as those of ``layertap serve`` are."""
 # A default of None leaves the field to EngineConfig's own default.
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": Annotated[
-        str | None, _option("Of weights and activations: auto, float32, bfloat16, float16.", metavar="DTYPE")
+        str | None,
+        _field("dtype", "Of weights and activations: auto, float32, bfloat16, float16", metavar="DTYPE"),
     ],
-    "device": Annotated[
-        str | None, _option("cpu, cuda, cuda:1; auto takes the first GPU if there is one.", metavar="DEVICE")
-    ],
+    "device": Annotated[str | None, _field("device", "auto, cpu, cuda or cuda:1", metavar="DEVICE")],
     "max_model_len": Annotated[
-        int | None, _option("Longest sequence, prompt and output together.", **_COUNT)
+        str | None,
+        _field(
+            "max_model_len", "Longest sequence, prompt and output together (1k = 1000, 1K = 1024)", **_SIZE
+        ),
     ],
     "max_num_batched_tokens": Annotated[
-        int | None, _option("Tokens computed in one step [default: 4096 on a CPU, 16384 on a GPU].", **_COUNT)
+        str | None, _field("max_num_batched_tokens", "Tokens computed in one step", **_SIZE)
     ],
-    "max_num_seqs": Annotated[int | None, _option("Sequences in flight at once [default: 256].", **_COUNT)],
-    "block_size": Annotated[int | None, _option("Tokens in one cache block [default: 16].", **_COUNT)],
+    "max_num_seqs": Annotated[int | None, _field("max_num_seqs", "Sequences in flight at once", **_COUNT)],
+    "block_size": Annotated[int | None, _field("block_size", "Tokens in one cache block", **_COUNT)],
     "enable_prefix_caching": Annotated[
         bool | None,
-        _option("Compute beginnings that prompts share only once [default: on].", show_default=False),
+        _field("enable_prefix_caching", "Compute beginnings that prompts share only once"),
     ],
     "kv_cache_memory_bytes": Annotated[
-        int | None, _option("Memory of all caches together, in bytes.", **_COUNT)
+        str | None,
+        _field("kv_cache_memory_bytes", "Memory of all caches together, in bytes, such as 8GiB", **_SIZE),
     ],
     "gpu_memory_utilization": Annotated[
-        float | None, _option("Share of the GPU's memory to use [default: 0.9].", metavar="SHARE")
+        float | None,
+        _field("gpu_memory_utilization", "Share of the GPU's memory to use", metavar="SHARE"),
     ],
     "enforce_eager": Annotated[
-        bool | None, _option("Compile nothing: slower, but starts at once.", show_default=False)
+        bool | None,
+        _field(
+            "enforce_eager",
+            "Compile nothing: slower, but starts at once (--no-enforce-eager compiles on a CPU, too)",
+        ),
     ],
     "extract_only": Annotated[
         bool | None,
-        _option(
-            "Run only the layers up to the highest tapped one [default: on if nothing is generated].",
-            show_default=False,
-        ),
+        _option("Run only the layers up to the highest tapped one; default: on if nothing is generated."),
     ],
     "tokenizer": Annotated[
-        str | None, _option("Take the tokenizer from here, not from MODEL.", metavar="MODEL")
+        str | None, _field("tokenizer", "Folder or id to take the tokenizer from", metavar="MODEL")
     ],
     "skip_tokenizer_init": Annotated[
-        bool | None, _option("Load no tokenizer: prompts are token ids.", show_default=False)
+        bool | None, _field("skip_tokenizer_init", "Load no tokenizer: prompts are token ids")
     ],
     "trust_remote_code": Annotated[
-        bool | None, _option("Run model code that comes with a checkpoint.", show_default=False)
+        bool | None, _field("trust_remote_code", "Run model code that comes with a checkpoint")
     ],
-    "revision": Annotated[str | None, _option("Branch, tag or commit on the hub.", metavar="REVISION")],
+    "revision": Annotated[
+        str | None, _field("revision", "Branch, tag or commit on the hub", metavar="REVISION")
+    ],
     "load_format": Annotated[
-        str | None, _option("auto, safetensors, gguf, or dummy (random weights).", metavar="FORMAT")
+        str | None,
+        _field("load_format", "auto, safetensors, gguf, or dummy (random weights)", metavar="FORMAT"),
     ],
-    "seed": Annotated[int | None, _option("Of dummy weights and of sampling [default: 0].", metavar="N")],
+    "seed": Annotated[int | None, _field("seed", "Of dummy weights and of sampling", metavar="N")],
     "self_check": Annotated[
-        bool | None,
-        _option("Compare with the model's plain forward at start [default: on].", show_default=False),
+        bool | None, _field("self_check", "Compare with the model's plain forward at start")
     ],
     "tensor_parallel_size": Annotated[
-        int | None, _option("GPUs that share one model (only the vllm engine goes above 1).", **_COUNT)
+        int | None,
+        _field(
+            "tensor_parallel_size",
+            "GPUs that share one model (only the vllm engine goes above 1)",
+            **_COUNT,
+        ),
     ],
-    "data_parallel_size": Annotated[int | None, _option("Replicas of the model [default: 1].", **_COUNT)],
+    "data_parallel_size": Annotated[
+        int | None,
+        _field("data_parallel_size", "Replicas of the model (only layertap serve goes above 1)", **_COUNT),
+    ],
     "disable_log_stats": Annotated[bool | None, typer.Option(hidden=True)],
 }
 
 VLLM_OPTIONS: dict[str, Any] = {
     "pipeline_parallel_size": Annotated[
-        int | None, _option("GPUs that share the layers (only the vllm engine).", **_COUNT)
+        int | None, _option("GPUs that share the layers (only the vllm engine); default: 1.", **_COUNT)
     ],
     "enable_expert_parallel": Annotated[
-        bool | None, _option("Experts on different GPUs (only the vllm engine).", show_default=False)
+        bool | None, _option("Experts on different GPUs (only the vllm engine); default: off.")
     ],
     "quantization": Annotated[
-        str | None, _option("Of the weights, such as fp8 or awq (only the vllm engine).", metavar="METHOD")
+        str | None,
+        _option(
+            "Of the weights, such as fp8 or awq (only the vllm engine); default: what the checkpoint says.",
+            metavar="METHOD",
+        ),
     ],
 }
 TORCH_ONLY = ("device", "extract_only", "self_check")  # fields of EngineConfig that vLLM does not have
@@ -116,6 +145,9 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     those of ``VLLM_OPTIONS``.
 
     It gets only those that the user set.
+
+    Raises:
+        InvalidInputError: from the command, for a size of the wrong form.
     """
     options = {**ENGINE_OPTIONS, **VLLM_OPTIONS}
     signature = inspect.signature(command, eval_str=True)
@@ -127,6 +159,9 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
     def wrapped(**kwargs: Any) -> None:
         engine = {name: value for name in options if (value := kwargs.pop(name)) is not None}
+        for name in SIZES:
+            if name in engine:
+                engine[name] = parse_size(engine[name], "--" + name.replace("_", "-"), least=1)
         command(**kwargs, **engine)
 
     wrapped.__doc__ = command.__doc__

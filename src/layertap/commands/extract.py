@@ -77,7 +77,11 @@ def extract(
         ),
     ] = None,
     prompts_format: Annotated[
-        str, typer.Option(help="auto goes by the file's suffix; or jsonl, text.", metavar="FORMAT")
+        str,
+        typer.Option(
+            help="auto goes by the file's suffix, on standard input by the first character; or jsonl, text.",
+            metavar="FORMAT",
+        ),
     ] = "auto",
     limit: Annotated[
         int | None, typer.Option(help="Stop after this many prompts.", min=1, metavar="N")
@@ -153,7 +157,7 @@ def extract(
     if include_output_tokens and max_tokens == 0:
         raise InvalidInputError("--include-output-tokens", True, "only together with --max-tokens above 0")
     if prompts is not None:
-        check_source(prompts)
+        check_source(prompts, prompts_format)
     from layertap.sampling_params import SamplingParams
 
     sampling = SamplingParams(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -17,6 +18,8 @@ PromptsFormat = Literal["auto", "jsonl", "text"]
 FORMATS: tuple[PromptsFormat, ...] = ("auto", "jsonl", "text")
 KEYS = ("prompt", "prompt_token_ids", "messages")
 _JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_LOOKED_AT = 3
+"""Lines that decide whether a text file holds JSONL: a single one may be a text about JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +38,60 @@ class PromptLine:
     """What is wrong with the line."""
 
 
-def check_source(source: str | os.PathLike[str]) -> None:
-    """Refuse a file that cannot be read, before anything is loaded.
+def check_source(source: str | os.PathLike[str], prompts_format: PromptsFormat = "auto") -> None:
+    """Refuse a file that cannot be read, or probably not as it is meant, before anything is loaded.
+
+    Args:
+        prompts_format: as :func:`read_prompts` takes it. With ``"auto"``, a file that would be read as text
+            is looked into. Standard input and pipes are not: what is read there is gone, and they go by their
+            first character anyway.
 
     Raises:
-        InvalidInputError: it is missing, a folder, or not readable.
+        InvalidInputError: it is missing, a folder, or not readable; or it would be read as text, and its
+            first lines are prompts of JSONL.
     """
     if os.fspath(source) == "-" or _is_pipe(source):
         return
     try:
-        with open(source, "rb"):
-            pass
+        with open(source, "rb") as file:
+            looked_into = prompts_format == "auto" and not _is_jsonl(source) and os.path.isfile(source)
+            key = _key_of_all(islice(_not_blank(file), _LOOKED_AT)) if looked_into else None
     except OSError as e:
         raise InvalidInputError(
             "prompts", os.fspath(source), f"a readable .jsonl or .txt file, or - for stdin ({e.strerror})"
         ) from None
+    if key is not None:
+        raise InvalidInputError(
+            "prompts",
+            os.fspath(source),
+            f"a file of text, while this one's lines are JSON objects with {key!r}: choose --prompts-format "
+            f"(prompts_format) jsonl to run what they hold, text to run the lines as they stand, or name the "
+            f"file .jsonl",
+        )
+
+
+def _not_blank(file: IO[bytes]) -> Iterator[bytes]:
+    return (line for line in _lines(file) if line.strip())
+
+
+def _key_of_all(lines: Iterable[bytes]) -> str | None:
+    """The key of the first prompt, if every line is an object that holds one; None if not, or without any
+    line."""
+    found: str | None = None
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):  # bytes that are no UTF-8 among them
+            return None
+        keys = [key for key in KEYS if value.get(key) is not None] if isinstance(value, dict) else []
+        if not keys:
+            return None
+        found = found or keys[0]
+    return found
+
+
+def _is_jsonl(source: str | os.PathLike[str]) -> bool:
+    return os.fspath(source).lower().endswith(_JSONL_SUFFIXES)
 
 
 def _is_pipe(source: str | os.PathLike[str]) -> bool:
@@ -72,11 +114,12 @@ def read_prompts(
             and for standard input and pipes by the first character (``{``, ``[`` or ``"``: JSONL).
 
     Raises:
-        InvalidInputError: the file cannot be read.
+        InvalidInputError: the file cannot be read; or, with ``"auto"``, its suffix says text and its first
+            lines are JSONL.
     """
     if prompts_format not in FORMATS:
         raise InvalidInputError("prompts_format", prompts_format, ", ".join(FORMATS))
-    check_source(source)
+    check_source(source, prompts_format)
     return _read(os.fspath(source), prompts_format)
 
 
@@ -86,7 +129,7 @@ def _read(source: str, prompts_format: PromptsFormat) -> Iterator[PromptLine]:
         jsonl: bool | None = None
     else:
         name = Path(source).name
-        jsonl = source.lower().endswith(_JSONL_SUFFIXES) or (None if _is_pipe(source) else False)
+        jsonl = _is_jsonl(source) or (None if _is_pipe(source) else False)
         opened = open(source, "rb")  # type: ignore[assignment]  # noqa: SIM115 - closed below
     if prompts_format != "auto":
         jsonl = prompts_format == "jsonl"

@@ -53,8 +53,9 @@ class Admission:
             InvalidInputError: naming the field that is wrong.
         """
         num_tokens = len(prompt.token_ids)
-        self._check_prompt(prompt)
-        self._check_params(num_tokens, params)
+        self.check_length(num_tokens, params)
+        prompt.check_vocabulary(self.vocab_size)
+        self._check_params(params)
         selection = self._select(request_id, num_tokens, params)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         return Request(
@@ -68,16 +69,25 @@ class Admission:
             max_tokens=0 if self.extract_only else params.max_tokens,
         )
 
-    def _check_prompt(self, prompt: TokenizedPrompt) -> None:
-        ids = prompt.token_ids
-        if not ids:
-            raise InvalidInputError("prompt", ids, "at least one token")
-        limit = self.max_model_len
-        if len(ids) > limit:
-            raise InvalidInputError("prompt", f"{len(ids)} tokens", f"at most {limit} tokens (max_model_len)")
-        prompt.check_vocabulary(self.vocab_size)
+    def check_length(self, num_tokens: int, params: SamplingParams) -> None:
+        """Refuse a prompt by its number of tokens.
 
-    def _check_params(self, num_tokens: int, params: SamplingParams) -> None:
+        Raises:
+            InvalidInputError: it is empty or too long, or leaves no room for output.
+        """
+        limit = self.max_model_len
+        if not num_tokens:
+            raise InvalidInputError("prompt", [], "at least one token")
+        if num_tokens > limit:
+            raise InvalidInputError(
+                "prompt", f"{num_tokens} tokens", f"at most {limit} tokens (max_model_len)"
+            )
+        if params.max_tokens > 1 and num_tokens >= limit and not self.extract_only:
+            raise InvalidInputError(
+                "max_tokens", params.max_tokens, f"at most {limit - num_tokens} after this prompt"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
         if self.extract_only:
             if params.max_tokens > 1:
                 raise InvalidInputError(
@@ -87,12 +97,6 @@ class Admission:
                 raise InvalidInputError(
                     "logprobs", params.logprobs, "None: this engine runs with extract_only"
                 )
-        if params.max_tokens > 1 and num_tokens >= self.max_model_len:
-            raise InvalidInputError(
-                "max_tokens",
-                params.max_tokens,
-                f"at most {self.max_model_len - num_tokens} after this prompt",
-            )
         if params.logprobs is not None and params.logprobs > self.vocab_size:
             raise InvalidInputError(
                 "logprobs", params.logprobs, f"at most {self.vocab_size}, the vocabulary's size"

@@ -182,6 +182,14 @@ class EngineCore:
         """
         return self._admission.make_request(request_id, prompt, params, cache_salt)
 
+    def check_length(self, num_tokens: int, params: SamplingParams) -> None:
+        """Refuse a prompt by its number of tokens. Safe to call from any thread.
+
+        Raises:
+            InvalidInputError: it is empty or too long, or leaves no room for output.
+        """
+        self._admission.check_length(num_tokens, params)
+
     def add_request(self, request: Request) -> None:
         """Queue a checked request.
 

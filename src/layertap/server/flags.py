@@ -11,23 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from layertap.config import nearest
+from layertap.engine_defaults import default_of
 from layertap.errors import InvalidInputError
+from layertap.sizes import parse_size
 
-_SUFFIXES = {
-    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
-    "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40,
+_SIZES = {
+    "max_model_len": 1, "max_num_batched_tokens": 1, "kv_cache_memory_bytes": 1,
+    "max_body_bytes": 0, "max_inline_bytes": 0, "max_bytes": 0,
 }  # fmt: skip
-
-
-def _size(text: str) -> int:
-    """``4096``, ``64k``, ``1.5G``, ``2GiB``: as vLLM reads sizes, where capital K, M, G count in 1024s."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?i?)[bB]?", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 4096, 64M or 2GiB")
-    unit = match[2]
-    if unit and unit[0].isupper() and len(unit) == 1:
-        unit += "i"
-    return int(float(match[1]) * (_SUFFIXES[unit.lower()] if unit else 1))
+"""Flags that take a size, with the smallest one. They are read when all flags are known: an error can then
+name its flag."""
 
 
 def _json(text: str) -> Any:
@@ -54,55 +47,83 @@ Add = Callable[..., Any]
 
 
 def _engine_flags(add: Add) -> None:
-    add("--tokenizer", help="where the tokenizer comes from; default: the model")
-    add("--revision", help="branch, tag or commit on the hub")
-    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    add(
-        "--max-model-len",
-        type=_size,
-        help="longest sequence, prompt and output together (1k = 1000, 1K = 1024)",
+    def field(flag: str, text: str, *also: str, **kwargs: Any) -> None:
+        """A flag that leaves its field of ``EngineConfig`` at that class's own default."""
+        action = add(flag, *also, **kwargs)
+        # Set here: some versions of argparse put a default of their own behind a switch's help.
+        action.help = f"{text}; default: {default_of(flag[2:].replace('-', '_'))}"
+
+    field("--tokenizer", "where the tokenizer comes from")
+    field("--revision", "branch, tag or commit on the hub")
+    field("--dtype", "auto, float32, bfloat16 or float16", default="auto")
+    field("--max-model-len", "longest sequence, prompt and output together (1k = 1000, 1K = 1024)")
+    field("--max-num-batched-tokens", "tokens computed in one step")
+    field("--max-num-seqs", "sequences in flight at once", type=int, default=256)
+    field("--block-size", "tokens in one cache block", type=int, default=16)
+    field("--kv-cache-memory-bytes", "memory of the KV and hidden-state cache together")
+    field("--gpu-memory-utilization", "share of the GPU's memory to use", type=float, default=0.9)
+    field(
+        "--enable-prefix-caching",
+        "compute beginnings that prompts share only once",
+        action=argparse.BooleanOptionalAction,
+        default=True,
     )
-    add("--max-num-batched-tokens", type=_size, help="tokens computed in one step")
-    add("--max-num-seqs", type=int, default=256, help="sequences in flight at once")
-    add("--block-size", type=int, default=16, help="tokens in one cache block")
-    add("--kv-cache-memory-bytes", type=_size, help="memory of the KV and hidden-state cache together")
-    add("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory to use")
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
-    add("--seed", type=int, default=0)
-    add("--trust-remote-code", action="store_true", help="run model code that comes with the checkpoint")
-    add("--enforce-eager", action="store_true", help="compile nothing: slower, but starts at once")
-    add("--load-format", default="auto", help="auto, safetensors, gguf or dummy")
-    add("--skip-tokenizer-init", action="store_true", help="prompts are token ids only")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--tensor-parallel-size", "-tp", type=int, default=1, help="above 1 only with --engine vllm")
-    add("--pipeline-parallel-size", "-pp", type=int, default=1, help="above 1 only with --engine vllm")
-    add("--data-parallel-size", "-dp", type=int, default=1, help="engine processes behind one port")
-    add(
+    field("--seed", "of dummy weights, and of requests that bring none", type=int, default=0)
+    field("--trust-remote-code", "run model code that comes with the checkpoint", action="store_true")
+    field(
+        "--enforce-eager",
+        "compile nothing: slower, but starts at once (--no-enforce-eager compiles on a CPU, too)",
+        action=argparse.BooleanOptionalAction,
+    )
+    field("--load-format", "auto, safetensors, gguf or dummy (random weights)", default="auto")
+    field("--skip-tokenizer-init", "load no tokenizer: prompts are token ids only", action="store_true")
+    field("--device", "auto, cpu, cuda or cuda:N", default="auto")
+    parallel: dict[str, Any] = {"type": int, "default": 1}
+    field("--tensor-parallel-size", "above 1 only with --engine vllm", "-tp", **parallel)
+    add("--pipeline-parallel-size", "-pp", help="above 1 only with --engine vllm; default: 1", **parallel)
+    field("--data-parallel-size", "engine processes behind one port", "-dp", **parallel)
+    field(
         "--extract-only",
+        "generate nothing; run the layers up to the highest tapped one",
         action="store_true",
-        help="generate nothing; run the layers up to the highest tapped one",
     )
 
 
 def _serving_flags(add: Add) -> None:
-    add("--host", default="0.0.0.0", help="address to listen on")
-    add("--port", type=int, default=8000, help="0 takes a free one")
+    add("--host", default="0.0.0.0", help="address to listen on; default: %(default)s, all of them")
+    add("--port", type=int, default=8000, help="0 takes a free one; default: %(default)s")
     add(
-        "--api-key", action="append", nargs="+", default=[], help="accepted bearer tokens; also $VLLM_API_KEY"
+        "--api-key",
+        action="append",
+        nargs="+",
+        default=[],
+        help="accepted bearer tokens; default: $LAYERTAP_API_KEY or $VLLM_API_KEY, else none is asked for",
     )
     add("--served-model-name", nargs="+", help="ids of the model in the API; default: MODEL as given")
-    add("--root-path", default="", help="path prefix that a proxy strips")
-    add("--ssl-keyfile")
-    add("--ssl-certfile")
+    add("--root-path", default="", help="path prefix that a proxy strips; default: none")
+    add("--ssl-keyfile", help="of TLS; default: plain HTTP")
+    add("--ssl-certfile", help="of TLS; default: plain HTTP")
     add("--chat-template", help="file with a chat template, or the template; default: the tokenizer's")
-    add("--max-logprobs", type=int, default=20, help="most log-probabilities a request may ask for")
-    add("--max-body-bytes", type=_size, default=64 << 20, help="larger request bodies get 413")
-    add("--max-inline-bytes", type=_size, default=16 << 20, help="largest record that is answered inline")
     add(
-        "--shutdown-timeout", type=float, default=30.0, help="seconds that running requests get after SIGTERM"
+        "--max-logprobs",
+        type=int,
+        default=20,
+        help="most log-probabilities a request may ask for; default: %(default)s",
     )
-    add("--uvicorn-log-level", default="info", help="debug, info, warning or error")
-    add("--disable-uvicorn-access-log", action="store_true")
+    add("--max-body-bytes", default="64MiB", help="larger request bodies get 413; default: %(default)s")
+    add(
+        "--max-inline-bytes",
+        default="16MiB",
+        help="largest record that is answered inline; default: %(default)s",
+    )
+    add(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        help="seconds that running requests get after SIGTERM; default: %(default)g",
+    )
+    add("--uvicorn-log-level", default="info", help="debug, info, warning or error; default: %(default)s")
+    add("--disable-uvicorn-access-log", action="store_true", help="log no line for each HTTP request")
     add("--disable-log-requests", "--no-enable-log-requests", action="store_true", help="the default")
     add("--enable-log-requests", action="store_true", help="log each request's id, length and parameters")
 
@@ -111,11 +132,12 @@ def _extraction_flags(add: Add) -> None:
     add(
         "--layers",
         type=_layers,
-        help="layers to extract: 3,18,33,36, all, eagle3, norm; -1 is after the last",
+        help="layers to extract: 3,18,33,36, all, eagle3, norm; -1 is after the last; default: none, "
+        "requests get no hidden states",
     )
-    add("--storage", "--output", metavar="DIR", help="folder for the records; default /tmp/hidden_states")
-    add("--ttl-seconds", type=float, help="remove records that nobody has read for so long")
-    add("--max-bytes", type=_size, help="records may take this much; then requests get 507")
+    add("--storage", "--output", metavar="DIR", help="folder for the records; default: /tmp/hidden_states")
+    add("--ttl-seconds", type=float, help="remove records that nobody has read for so long; default: none")
+    add("--max-bytes", help="records may take this much, then requests get 507; default: no limit")
     add("--speculative-config", "-sc", type=_json, metavar="JSON", help="vLLM's way to name the layers")
     add("--kv-transfer-config", type=_json, metavar="JSON", help="vLLM's way to choose connector and storage")
 
@@ -140,7 +162,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", nargs="?", help="Hugging Face id, local folder, .gguf file, or smollm2")
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
-    parser.add_argument("--engine", default="torch", help="torch, or vllm: vLLM itself with our connector")
+    parser.add_argument(
+        "--engine",
+        default="torch",
+        help="torch, or vllm: vLLM itself with our connector (its engine flags and defaults are vLLM's own); "
+        "default: %(default)s",
+    )
     _extraction_flags(parser.add_argument_group("extraction").add_argument)
     _serving_flags(parser.add_argument_group("serving").add_argument)
     _engine_flags(parser.add_argument_group("engine").add_argument)
@@ -189,6 +216,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.model = args.model or args.model_flag
     if not args.model:
         raise InvalidInputError("MODEL", None, "a Hugging Face id, a local folder, a .gguf file, or smollm2")
+    for name, least in _SIZES.items():
+        given = getattr(args, name)
+        if given is not None:
+            setattr(args, name, parse_size(given, "--" + name.replace("_", "-"), least))
     environment = os.environ.get("LAYERTAP_API_KEY") or os.environ.get("VLLM_API_KEY")
     args.api_key = [key for group in args.api_key for key in group] or ([environment] if environment else [])
     return args

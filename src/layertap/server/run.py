@@ -233,9 +233,25 @@ def _announce(args: argparse.Namespace, service: Service, bound: socket.socket) 
         what = f", layers {format_layers(facts.layers.ids)} of {facts.layers.num_hidden_layers}"
         what += f", records in {facts.storage_path}" if facts.storage_path else ""
     print(
-        f"layertap: serving {service.model_names[0]} on {scheme}://{host}:{port}{what}",
+        f"layertap: serving {service.model_names[0]} on {scheme}://{host}:{port}{what}\n"
+        f"layertap: {what_requests_get(service)}",
         file=sys.stderr,
         flush=True,
+    )
+
+
+def what_requests_get(service: Service) -> str:
+    """What a request gets that asks for nothing special, and where to ask for something else, in one line."""
+    facts = service.facts
+    if facts.layers is None:
+        return (
+            "requests get no hidden states: to have them, start with --layers IDS (such as eagle3 or all) "
+            "or --speculative-config"
+        )
+    chosen = "layers, tokens, include_output_tokens, dtype" + (", inline" if service.storage else "")
+    return (
+        f"each request gets the states of all its prompt tokens at all these layers, in {facts.dtype}; its "
+        f"kv_transfer_params choose otherwise ({chosen})"
     )
 
 

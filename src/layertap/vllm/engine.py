@@ -150,17 +150,24 @@ class VllmEngine:
         Raises:
             InvalidInputError: it is too long, or has a token that the vocabulary does not.
         """
+        self.check_length(len(prompt.token_ids), params)
+        prompt.check_vocabulary(int(self.model_config.get_vocab_size()))
+
+    def check_length(self, num_tokens: int, params: SamplingParams) -> None:
+        """Refuse a prompt by its number of tokens.
+
+        Raises:
+            InvalidInputError: it is empty, or too long with its output.
+        """
         longest = int(self.model_config.max_model_len)
-        length = len(prompt.token_ids)
-        if not length:
-            raise InvalidInputError("prompt", prompt.token_ids, "at least one token")
-        if length + max(1, params.max_tokens) > longest:
+        if not num_tokens:
+            raise InvalidInputError("prompt", [], "at least one token")
+        if num_tokens + max(1, params.max_tokens) > longest:
             raise InvalidInputError(
                 "prompt",
-                f"{length} tokens",
+                f"{num_tokens} tokens",
                 f"prompt and output of at most {longest} tokens together (max_model_len)",
             )
-        prompt.check_vocabulary(int(self.model_config.get_vocab_size()))
 
     def abort(self, request_id: str) -> None:
         """End a request as soon as possible; nothing of it is published unless it was complete."""

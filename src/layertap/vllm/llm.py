@@ -154,6 +154,11 @@ class VllmLLM(LLM):
                 selection.check_length(len(prompt.token_ids))
         return VllmCollector(name, prompt, params, lambda output: done.put((index, output)))
 
+    def _check_length(self, num_tokens: int, params: SamplingParams, selection: Selection) -> None:
+        self._vllm.check_length(num_tokens, params)
+        if not selection.include_output_tokens:
+            selection.check_length(num_tokens)
+
     def _computed_while_checking(self) -> float:
         return float("inf")
 
