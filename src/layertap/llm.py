@@ -11,7 +11,7 @@ import logging
 import queue
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -226,8 +226,9 @@ class LLM:
         self,
         requests: Iterable[tuple[str, Any]],
         sampling_params: SamplingParams | None = None,
-    ) -> Iterator[tuple[str, RequestOutput | InvalidInputError]]:
+    ) -> Generator[tuple[str, RequestOutput | InvalidInputError], None, None]:
         """Yield outputs in the order in which they are ready, for any number of prompts in bounded memory.
+        Closing the generator gives up what runs.
 
         Args:
             requests: pairs of a request id and a prompt; read only as far ahead as keeps the engine busy.

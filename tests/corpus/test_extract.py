@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import signal
@@ -19,6 +21,7 @@ import reference
 from layertap import InvalidInputError, SamplingParams
 from layertap.corpus import CorpusResult, CorpusSummary, extract_corpus, iter_records, verify_corpus
 from layertap.record import read_record
+from layertap.sinks.file import FileSink
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True, "kv_cache_memory_bytes": 16 << 20, "max_model_len": 256, "device": "cpu",
@@ -250,3 +253,62 @@ def test_killed_at_any_moment_a_run_ends_with_one_valid_file_for_each_prompt(
     assert len(os.listdir(out)) == count
     records = list(iter_records(out, verify=True))
     assert len({tuple(r.token_ids.tolist()) for r in records}) == count
+
+
+@pytest.mark.parametrize("space_for", [0, 3])
+def test_a_run_stops_where_there_is_no_space(
+    space_for: int, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left is not computed for nothing; the same run goes on when there is space again."""
+    prompts = [{"id": f"p{i}", "prompt_token_ids": [3 + i, 5, 7]} for i in range(100)]
+    taken: list[str] = []
+
+    def some() -> Any:
+        for prompt in prompts:
+            taken.append(prompt["id"])
+            yield prompt
+
+    with monkeypatch.context() as patch:
+        fill_up(patch, space_for)
+        summary, results = extract(some(), max_num_seqs=4)
+    assert summary.stopped == "no space for 8 records in a row"
+    assert summary.written == space_for
+    assert 8 <= summary.failed < 30
+    assert len(taken) < 60
+    assert len(files(tmp_path / "out")) == space_for
+    assert all("make room" in r.reason for r in results.values() if r.status == "failed" and r.reason)
+    summary, _ = extract(prompts)
+    assert (summary.stopped, summary.kept, summary.written) == (None, space_for, 100 - space_for)
+
+
+def test_a_run_goes_on_where_some_records_find_space(
+    extract: Extract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [{"id": f"p{i}", "prompt_token_ids": [3 + i, 5, 7]} for i in range(40)]
+    fill_up(monkeypatch, every=5)
+    summary, _ = extract(prompts, max_num_seqs=1)
+    assert (summary.stopped, summary.written, summary.failed) == (None, 8, 32)
+
+
+def fill_up(patch: pytest.MonkeyPatch, space_for: int = 0, every: int = 1 << 30) -> None:
+    """A disk with space for so many records, or for each n-th one."""
+    count = itertools.count(1)
+    publish, open_ = FileSink.publish, FileSink.open
+
+    def is_full() -> bool:
+        number = next(count)
+        return number > space_for and number % every != 0
+
+    def no_space() -> OSError:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def some_published(self: FileSink, records: Any) -> list[Any]:
+        return [no_space() if is_full() else publish(self, [record])[0] for record in records]
+
+    def opened(self: FileSink, spec: Any) -> Any:
+        if is_full():
+            raise no_space()
+        return open_(self, spec)
+
+    patch.setattr(FileSink, "publish", some_published)
+    patch.setattr(FileSink, "open", opened)

@@ -233,6 +233,11 @@ def _run(
         print_json({"summary": {"prompts": summary.prompts, **counts, "tokens_per_second": rate}})
     else:
         _print_table(summary, shown)
+    if summary.stopped is not None:
+        raise CommandFailedError(
+            f"stopped, with {summary.written + summary.remade} files written: {summary.stopped}; make room "
+            "and run the same command again: it goes on from there"
+        )
     if summary.failed:
         raise CommandFailedError(
             f"{summary.failed} of {summary.prompts} prompts failed; correct them as told above and run the "

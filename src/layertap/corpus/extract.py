@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,8 @@ from layertap.sinks.file import SUFFIX, remove_orphans
 
 Status = Literal["written", "kept", "remade", "failed"]
 _FAILURES_KEPT = 20
+_FULL = 8
+"""Records in a row that found no space, after which there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,9 @@ class CorpusSummary:
     """Records of another run, removed because of ``overwrite``."""
     seconds: float = 0.0
     """Without loading the model."""
+    stopped: str | None = None
+    """Why the run ended before the last prompt, if it did: there is no space left. What it had begun is not
+    counted."""
     failures: list[CorpusResult] = field(default_factory=list)
     """The first few."""
 
@@ -112,7 +118,7 @@ def extract_corpus(
     Run again with the same arguments, it goes on where it stopped, however it stopped: complete records are
     kept (their checksums and their tokens are compared), broken ones are made again, and what a killed run
     left under temporary names is removed. Prompts are read, and results told, one by one: memory does not
-    grow with their number.
+    grow with their number. Where there is no space left for eight records in a row, the run stops.
 
     Args:
         model: Hugging Face id, local folder, ``.gguf`` file, or ``smollm2``.
@@ -180,7 +186,8 @@ def extract_corpus(
 
         started = time.monotonic()
         try:
-            _Extraction(llm, folder, run, params, overwrite, tell).run(_first(lines, limit))
+            extraction = _Extraction(llm, folder, run, params, overwrite, tell)
+            summary.stopped = extraction.run(_first(lines, limit))
         finally:
             summary.seconds = time.monotonic() - started
     if summary.prompts == 0:
@@ -271,16 +278,26 @@ class _Extraction:
             }
         )
 
-    def run(self, lines: Iterator[PromptLine]) -> None:
-        for name, outcome in self._llm.generate_as_completed(self._to_do(lines), self._params):
-            pending = self._pending.pop(name)
-            if isinstance(outcome, RequestOutput) and outcome.error is None:
-                self._tell(self._stored(pending, outcome))
-            else:
+    def run(self, lines: Iterator[PromptLine]) -> str | None:
+        """Returns why it stopped before the last line, if it did; what runs then is given up."""
+        full = 0
+        outcomes = self._llm.generate_as_completed(self._to_do(lines), self._params)
+        with closing(outcomes):
+            for name, outcome in outcomes:
+                pending = self._pending.pop(name)
+                if isinstance(outcome, RequestOutput) and outcome.error is None:
+                    self._tell(self._stored(pending, outcome))
+                    full = 0
+                    continue
                 problem = outcome.error if isinstance(outcome, RequestOutput) else outcome
                 assert problem is not None
                 reason = problem.reason if isinstance(problem, ExtractionError) else str(problem)
                 self._fail(pending.line, reason)
+                if isinstance(problem, ExtractionError) and problem.kind == "storage_full":
+                    full += 1
+                    if full == _FULL:
+                        return f"no space for {full} records in a row"
+        return None
 
     def _to_do(self, lines: Iterator[PromptLine]) -> Iterator[tuple[str, Any]]:
         """The prompts that have no good record yet, with the names of their records."""
