@@ -35,7 +35,8 @@ TEMPLATE = (
 
 def build_chat_model(folder: Path, **changes: Any) -> Path:
     """A tiny Llama with a byte-level tokenizer that writes BOS, and a chat template that does so itself."""
-    tiny_models.build("llama", folder, torch.float32, vocab_size=VOCAB, **changes)
+    # No token for padding: its states are zero, and a prompt of nothing else is refused with a 500.
+    tiny_models.build("llama", folder, torch.float32, vocab_size=VOCAB, pad_token_id=None, **changes)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
