@@ -34,6 +34,17 @@ def llm(start: Callable[..., LLM], folder: Path) -> LLM:
     return llm
 
 
+def test_prompts_that_are_too_long_are_told_before_the_first_is_computed(llm: LLM) -> None:
+    # Before the tests below, after which any later request may be given NaN.
+    longest = llm.max_model_len - 1  # a token is drawn in any case
+    with pytest.raises(InvalidInputError, match=rf"^prompts\[1\]: got '{longest + 1} tokens'"):
+        llm.extract([[20] * longest, [20] * (longest + 1)])
+    with pytest.raises(InvalidInputError, match=r"^prompts\[1\], tokens: got 2; allowed: positions"):
+        llm.extract([[20] * 3, [20] * 2], tokens=[2])
+    later = llm.extract([[20] * 3, [20] * 2], tokens=[2], include_output_tokens=True, max_tokens=4)
+    assert next(later).token_ids.tolist() == [20]
+
+
 @pytest.mark.parametrize(
     ("token", "kind", "words"),
     [(ZERO_TOKEN, "all_zero", "layer 0 are zero"), (NAN_TOKEN, "not_finite", "NaN or infinite")],
@@ -54,13 +65,3 @@ def test_they_are_never_published_and_the_engine_lives_on(
     assert isinstance(next(both), ExtractionError)
     # The later request runs; whether vLLM gives it NaN out of the other's old block is vLLM's affair.
     assert next(both) is not None
-
-
-def test_prompts_that_are_too_long_are_told_before_the_first_is_computed(llm: LLM) -> None:
-    longest = llm.max_model_len - 1  # a token is drawn in any case
-    with pytest.raises(InvalidInputError, match=rf"^prompts\[1\]: got '{longest + 1} tokens'"):
-        llm.extract([[20] * longest, [20] * (longest + 1)])
-    with pytest.raises(InvalidInputError, match=r"^prompts\[1\], tokens: got 2; allowed: positions"):
-        llm.extract([[20] * 3, [20] * 2], tokens=[2])
-    later = llm.extract([[20] * 3, [20] * 2], tokens=[2], include_output_tokens=True, max_tokens=4)
-    assert next(later).token_ids.tolist() == [20]
