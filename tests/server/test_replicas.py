@@ -36,6 +36,7 @@ from layertap.server.replicas import ReplicaEngine, _environment
 from layertap.server.run import _Server, build_service
 from layertap.server.service import Service
 from layertap.server.tokenizing import Tokenizing
+from small_jobs import wait_until
 
 from .conftest import VOCAB, Command, ThreadServer, tiny_flags
 
@@ -330,7 +331,8 @@ def test_a_signal_at_the_start_ends_server_and_engine_at_once(
 
     def signal_when_started() -> None:
         assert loading.wait(30)
-        (new,) = (e for e in engines() if e not in others)
+        wait_until(lambda: len(set(engines()) - set(others)) == 1)  # it has its own name a while later
+        (new,) = set(engines()) - set(others)
         groups.append(os.getpgid(new.pid))
         os.kill(os.getpid(), signal.SIGTERM)
 
