@@ -436,3 +436,13 @@ def test_extract_names_its_own_arguments(
     llm = make_llm(tiny("llama"), layers=[0, 1, 2])
     with pytest.raises(InvalidInputError, match=told):
         llm.extract([[1, 2]], **wrong)
+
+
+def test_of_several_prompts_the_one_that_is_too_long_is_named(
+    make_llm: Callable[..., LLM], tiny: Any
+) -> None:
+    llm = make_llm(tiny("llama"), layers=[1], max_model_len=32)
+    with pytest.raises(InvalidInputError, match=r"^prompts\[1\]: got '40 tokens'"):
+        llm.generate([[3, 4], [5] * 40], SamplingParams(max_tokens=1))
+    with pytest.raises(InvalidInputError, match=r"^prompt: got '40 tokens'"):
+        llm.generate([[5] * 40], SamplingParams(max_tokens=1))

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from layertap.checked_ahead import check_ahead, is_checked_ahead
+from layertap.checked_ahead import check_ahead, is_checked_ahead, of_prompt
 from layertap.checked_submission import submit_checked
 from layertap.config import SPECULATIVE_LAYERS, EngineConfig, check_engine_name, layers_of_speculative_config
 from layertap.connectors.transfer_config import KVTransferConfig
@@ -213,7 +213,13 @@ class LLM:
         prompts = self.prompt_tokenizer.several(items)
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             name = request_ids[i] if request_ids is not None else self._next_id()
-            yield self._collector(name, prompt, p, i, done)
+            try:
+                collector = self._collector(name, prompt, p, i, done)
+            except InvalidInputError as error:
+                if len(items) == 1 or error.field != "prompt":
+                    raise
+                raise of_prompt(error, i) from None
+            yield collector
 
     def _computed_while_checking(self) -> float:
         """From so many tokens on, those of a call are computed while later ones are checked: enough for two
