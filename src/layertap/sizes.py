@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, MutableMapping
 from decimal import Decimal
+from typing import Any
 
 from layertap.errors import InvalidInputError
 
@@ -13,6 +15,8 @@ _UNITS = {
     "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40,
 }  # fmt: skip
 _FORM = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgtKMGT]i?)?)[bB]?")
+ENGINE_SIZES = {"max_model_len": 1, "max_num_batched_tokens": 1, "kv_cache_memory_bytes": 1}
+"""Fields of ``EngineConfig`` that are sizes, with the smallest that makes sense."""
 ALLOWED = "a whole number, or one with a unit: 4096, 64k (thousands), 64K or 64KiB (1024s), 1.5G"
 
 
@@ -35,6 +39,21 @@ def parse_size(text: str, field: str, least: int = 0) -> int:
     if count < least:
         raise InvalidInputError(field, text, f"{least} or more")
     return count
+
+
+def parse_flags(values: MutableMapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Read the values of flags in place.
+
+    Args:
+        values: by the flags' names, with ``_`` for ``-``; those that were not given are None or not there.
+        sizes: the names of those that are sizes, with the smallest count that makes sense.
+
+    Raises:
+        InvalidInputError: as :func:`parse_size`, naming the flag.
+    """
+    for name, least in sizes.items():
+        if values.get(name) is not None:
+            values[name] = parse_size(values[name], "--" + name.replace("_", "-"), least)
 
 
 def _count(text: str) -> int | None:

@@ -15,7 +15,7 @@ from torch import nn
 import tiny_models
 from layertap import LLM
 from layertap.engine import compile as compiling
-from layertap.engine import folded_norms, fused_products, merged_mlp, rotated_products, verifier
+from layertap.engine import folded_norms, merged_mlp, rotated_products, verifier
 from layertap.engine.compile import uncompile_layers
 from layertap.engine.folded_norms import fold_norms
 from layertap.engine.merged_mlp import merge_gate_and_up
@@ -26,17 +26,14 @@ PROMPTS = [[3, 5, 7, 11, 2, 9], [8, 1, 4]]
 
 
 @pytest.fixture(autouse=True)
-def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were kernels for every product; PyTorch does the work."""
+def folding(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms are folded, too."""
 
     class Taken:
         takes = staticmethod(lambda weight: True)
 
     for module in (folded_norms, merged_mlp):
         monkeypatch.setattr(module, "fused_products", Taken)
-    for module in (compiling, fused_products):
-        monkeypatch.setattr(module, "takes", Taken.takes)
-    monkeypatch.setattr(fused_products, "LEAST_ROWS", 10**9)
 
 
 def load(name: str, folder: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:

@@ -10,17 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from layertap.engine import compile as compiling
-from layertap.engine import fused_products, merged_mlp
+from layertap.engine import merged_mlp
 from layertap.engine.fused_products import fuse_residuals, takes
-
-
-@pytest.fixture
-def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused as on such a GPU; with fewer tokens than a kernel takes, PyTorch does the work."""
-    for module in (fused_products, compiling):
-        monkeypatch.setattr(module, "takes", lambda weight: True)
-    monkeypatch.setattr(fused_products, "LEAST_ROWS", 10**9)
 
 
 def test_operators_give_what_the_formulas_give() -> None:
@@ -44,17 +35,11 @@ def test_fused_layers_give_what_the_model_gives(
     name: str,
     expected: int,
     compiled_gives_the_same: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
+    counts_of: Callable[[str], list[int]],
     as_on_hopper: None,
 ) -> None:
     """gemma3 has a norm between a product and the residual."""
-    counts = []
-
-    def counted(graph: Any) -> int:
-        counts.append(fuse_residuals(graph))
-        return counts[-1]
-
-    monkeypatch.setattr(compiling, "fuse_residuals", counted)
+    counts = counts_of("fuse_residuals")
     compiled_gives_the_same(name)
     assert counts
     assert set(counts) == {expected}

@@ -19,18 +19,13 @@ def test_fused_layers_give_what_the_model_gives(
     name: str,
     expected: int,
     compiled_gives_the_same: Callable[[str], None],
+    counts_of: Callable[[str], list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """gemma3 turns heads before it normalises them; gpt_oss rotates in another way."""
-    counts = []
-
-    def counted(graph: Any) -> int:
-        counts.append(fuse_rope(graph))
-        return counts[-1]
-
+    counts = counts_of("fuse_rope")
     monkeypatch.setattr(compiling, "takes", lambda weight: True)
     monkeypatch.setattr(compiling, "fuse_residuals", lambda graph: 0)
-    monkeypatch.setattr(compiling, "fuse_rope", counted)
     compiled_gives_the_same(name)
     # Mixture-of-experts layers are several graphs, of which one has the attention.
     assert max(counts) == expected

@@ -9,18 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from layertap.engine import compile as compiling
-from layertap.engine import fused_products, rotated_products
+from layertap.engine import rotated_products
 from layertap.engine.fused_rope import fuse_rope
 from layertap.engine.rotated_products import fuse_rotations, rotates
 
 
 @pytest.fixture
-def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused as on such a GPU; with fewer tokens than a kernel takes, other operators do the work."""
-    for module in (fused_products, compiling):
-        monkeypatch.setattr(module, "takes", lambda weight: True)
-    monkeypatch.setattr(fused_products, "LEAST_ROWS", 10**9)
+def rotating(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a kernel for heads of every size, too; other operators do the work."""
     monkeypatch.setattr(rotated_products, "rotates", lambda *args: True)
 
 
@@ -66,16 +62,10 @@ def test_fused_layers_give_what_the_model_gives(
     name: str,
     expected: int,
     compiled_gives_the_same: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    as_on_hopper: None,
+    counts_of: Callable[[str], list[int]],
+    rotating: None,
 ) -> None:
-    counts = []
-
-    def counted(graph: Any) -> int:
-        counts.append(fuse_rotations(graph))
-        return counts[-1]
-
-    monkeypatch.setattr(compiling, "fuse_rotations", counted)
+    counts = counts_of("fuse_rotations")
     compiled_gives_the_same(name)
     assert counts
     assert set(counts) == {expected}
@@ -137,7 +127,7 @@ def other_rows(x: torch.Tensor, w: torch.Tensor, cos: torch.Tensor, sin: torch.T
     ],
 )
 def test_only_heads_that_are_nothing_but_rotated_are_fused(
-    function: Callable[..., torch.Tensor], expected: int, as_on_hopper: None
+    function: Callable[..., torch.Tensor], expected: int, rotating: None
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w, cos, sin = (

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels.comparisons import assert_sum_and_squares, off_by
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -20,10 +22,6 @@ DEVICE = "cuda" if HOPPER else "cpu"
 DTYPES = [torch.float16, torch.bfloat16] if HOPPER else [torch.float16]
 SIZES = [(1, 64, 16), (130, 72, 136), (300, 136, 264), (1000, 1024, 520)]
 """Tokens, depth, columns: with parts of a tile at every edge, and more tiles than programs."""
-
-
-def off_by(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got.float() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,17 +40,12 @@ def test_gated_product(dtype: torch.dtype, rows: int, depth: int, columns: int) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "depth", "columns"), SIZES)
 def test_product_plus(dtype: torch.dtype, rows: int, depth: int, columns: int) -> None:
-    from layertap.kernels.fused_product import num_squares, product_plus
+    from layertap.kernels.fused_product import product_plus
 
     x = torch.randn(rows, depth, device=DEVICE).to(dtype)
     weight = (torch.randn(columns, depth, device=DEVICE) * 0.1).to(dtype)
     residual = torch.randn(rows, columns, device=DEVICE).to(dtype)
-    before = residual.clone()
-    got, squares = product_plus(x, weight, residual)
-    assert off_by(got, residual.float() + F.linear(x.float(), weight.float())) < torch.finfo(dtype).eps
-    assert torch.equal(residual, before)
-    assert squares.shape == (rows, num_squares(columns))
-    torch.testing.assert_close(squares.sum(1), got.float().pow(2).sum(1), rtol=1e-5, atol=0)
+    assert_sum_and_squares(product_plus, x, weight, residual)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,15 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels.comparisons import assert_sum_and_squares, off_by
+
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 DTYPES = [torch.float16, torch.bfloat16]
 SIZES = [(1, 64, 128), (130, 72, 384), (300, 136, 256), (65, 264, 640), (1000, 1024, 512), (9000, 328, 1152)]
 """Tokens, depth, columns: with parts of a tile at every edge, one step and more, tiles in turns."""
-
-
-def off_by(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got.float() - expected).norm() / expected.norm())
 
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -24,17 +22,11 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "depth", "columns"), SIZES)
 def test_product_plus(dtype: torch.dtype, rows: int, depth: int, columns: int) -> None:
-    from layertap.kernels.fused_product import num_squares
     from layertap.kernels.specialized_product import product_plus
 
     x, residual = random(rows, depth, dtype=dtype), random(rows, columns, dtype=dtype)
     weight = random(columns, depth, dtype=dtype, scale=0.1)
-    before = residual.clone()
-    got, squares = product_plus(x, weight, residual)
-    assert off_by(got, residual.float() + F.linear(x.float(), weight.float())) < torch.finfo(dtype).eps
-    assert torch.equal(residual, before)
-    assert squares.shape == (rows, num_squares(columns))
-    torch.testing.assert_close(squares.sum(1), got.float().pow(2).sum(1), rtol=1e-5, atol=0)
+    assert_sum_and_squares(product_plus, x, weight, residual)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

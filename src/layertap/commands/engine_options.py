@@ -12,7 +12,7 @@ import typer
 from layertap.config import check_engine_name
 from layertap.engine_defaults import default_of
 from layertap.errors import InvalidInputError
-from layertap.sizes import parse_size
+from layertap.sizes import ENGINE_SIZES, parse_flags
 
 _PANEL = "Engine (defaults of the torch engine; vLLM has its own)"
 
@@ -28,8 +28,6 @@ def _field(name: str, help_text: str, **kwargs: Any) -> Any:
 
 _COUNT = {"min": 1, "metavar": "N"}
 _SIZE = {"metavar": "SIZE"}
-SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
-"""Read by :func:`layertap.sizes.parse_size`, as those of ``layertap serve`` are."""
 # A default of None leaves the field to EngineConfig's own default.
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": Annotated[
@@ -159,9 +157,7 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
     def wrapped(**kwargs: Any) -> None:
         engine = {name: value for name in options if (value := kwargs.pop(name)) is not None}
-        for name in SIZES:
-            if name in engine:
-                engine[name] = parse_size(engine[name], "--" + name.replace("_", "-"), least=1)
+        parse_flags(engine, ENGINE_SIZES)
         command(**kwargs, **engine)
 
     wrapped.__doc__ = command.__doc__

@@ -48,7 +48,7 @@ def takes(weight: torch.Tensor) -> bool:
 @functools.cache
 def _kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
     """The GPU is one that they are made for, and they give what PyTorch gives. Asked once."""
-    if torch.cuda.get_device_capability(device) != _HOPPER or not has_triton(device):
+    if not _runs_there(device):
         return False
     generator = torch.Generator(device=device).manual_seed(0)
     x, weight, residual = (
@@ -75,15 +75,17 @@ def _kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
     return agree("fused products", pairs)
 
 
+def _runs_there(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) == _HOPPER and has_triton(device)
+
+
 @functools.cache
 def specialized_works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether kernels with specialized warps run on this GPU, with this release of Triton, and give what
     PyTorch gives. Asked once; the others do their work where it is False."""
-    if device.type != "cuda":
-        return False
-    if torch.cuda.get_device_capability(device) != _HOPPER or not has_triton(device):
-        return False
-    if not _is_tried():
+    if not _runs_there(device) or not _is_tried():
         return False
 
     def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:

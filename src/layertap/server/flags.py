@@ -13,12 +13,9 @@ from typing import Any, NoReturn
 from layertap.config import nearest
 from layertap.engine_defaults import default_of
 from layertap.errors import InvalidInputError
-from layertap.sizes import parse_size
+from layertap.sizes import ENGINE_SIZES, parse_flags
 
-_SIZES = {
-    "max_model_len": 1, "max_num_batched_tokens": 1, "kv_cache_memory_bytes": 1,
-    "max_body_bytes": 0, "max_inline_bytes": 0, "max_bytes": 0,
-}  # fmt: skip
+_SIZES = {**ENGINE_SIZES, "max_body_bytes": 0, "max_inline_bytes": 0, "max_bytes": 0}
 """Flags that take a size, with the smallest one. They are read when all flags are known: an error can then
 name its flag."""
 
@@ -216,10 +213,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.model = args.model or args.model_flag
     if not args.model:
         raise InvalidInputError("MODEL", None, "a Hugging Face id, a local folder, a .gguf file, or smollm2")
-    for name, least in _SIZES.items():
-        given = getattr(args, name)
-        if given is not None:
-            setattr(args, name, parse_size(given, "--" + name.replace("_", "-"), least))
+    parse_flags(vars(args), _SIZES)
     environment = os.environ.get("LAYERTAP_API_KEY") or os.environ.get("VLLM_API_KEY")
     args.api_key = [key for group in args.api_key for key in group] or ([environment] if environment else [])
     return args
